@@ -1,0 +1,200 @@
+"""J as an operator: shape, products, rows. One class for all ways; a way is a kind of block (`factored.py` ...)."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tangents.inputs import Batch, Inputs, length
+from tangents.jacobian.dense import DenseBlock
+from tangents.jacobian.factored import FactoredBlock, Findings
+from tangents.jacobian.factors import Factor
+from tangents.jacobian.gram import segments, squared_norms
+from tangents.jacobian.implicit import ImplicitBlock
+from tangents.jacobian.plan import Plan
+from tangents.network import Network
+from tangents.priors import BoundPrior, as_prior
+
+
+class Block(Protocol):
+    """J of one batch of inputs."""
+
+    n: int
+    o: int
+    factors: dict[str, list[Factor]]
+
+    @property
+    def outputs(self) -> Tensor: ...
+    @property
+    def nbytes(self) -> int: ...
+    def jvp(self, V: Tensor) -> Tensor: ...
+    def vjp(self, U: Tensor) -> Tensor: ...
+    def generic_rows(self) -> dict[str, Tensor]: ...
+    def release(self) -> None: ...
+
+
+class Operator:
+    """A matrix that is multiplied with, never written out: ``A @ v`` and ``A @ V`` with checked shapes."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    _name = "A"
+
+    def _product(self, V: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        if not isinstance(v, Tensor):
+            raise TypeError(f"{self._name} @ v takes a torch.Tensor, not {type(v).__name__}: try torch.as_tensor(v)")
+        if v.dim() not in (1, 2) or v.shape[0] != self.shape[1]:
+            raise ValueError(
+                f"{self._name} has shape {self.shape}, so {self._name} @ v takes a tensor of shape ({self.shape[1]},) "
+                f"or ({self.shape[1]}, k); got {tuple(v.shape)}"
+            )
+        if not v.is_floating_point():
+            raise TypeError(f"{self._name} @ v takes floating-point numbers, not {v.dtype}: try v.double()")
+        if v.device != self.device:
+            raise ValueError(f"the network is on {self.device} and v on {v.device}: try v.to({str(self.device)!r})")
+        # The vector decides the arithmetic: a float64 vector gets float64 sums from a float32 network's factors.
+        dtype = torch.promote_types(torch.promote_types(v.dtype, self.dtype), torch.float32)
+        result = self._product(v.to(dtype).unsqueeze(1) if v.dim() == 1 else v.to(dtype))
+        return (result.squeeze(1) if v.dim() == 1 else result).to(dtype)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
+
+
+class Jacobian(Operator):
+    """``J``, the derivative of ``(n, o)`` outputs with respect to ``p`` parameters: ``(n * o, p)``, input-major."""
+
+    _name = "J"
+
+    def __init__(self, network: Network, inputs: Inputs, plan: Plan, findings: Findings) -> None:
+        self.network, self.inputs, self.plan, self.findings = network, inputs, plan, findings
+        self.n, self.o = inputs.n, plan.counts.outputs
+        self.shape = (self.n * self.o, network.columns.total)
+        self.dtype, self.device = network.dtype, network.device
+        self._kept: list[Block] | None = None
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------------------------------- products
+
+    def _product(self, V: Tensor) -> Tensor:
+        parts = [self.use(block, lambda b: b.jvp(V).reshape(-1, V.shape[1])) for block in self.blocks()]
+        return torch.cat(parts)
+
+    @property
+    def T(self) -> "TransposedJacobian":
+        return TransposedJacobian(self)
+
+    def transposed_product(self, U: Tensor) -> Tensor:
+        """``J^T U`` for ``(n * o, k)``; the sum over batches runs in float64."""
+        total: Tensor | None = None
+        start = 0
+        for block in self.blocks():
+            part = U[start : start + block.n * block.o].reshape(block.n, block.o, -1)
+            start += block.n * block.o
+            value = self.use(block, lambda b, part=part: b.vjp(part))
+            total = value if total is None else wide(total) + value
+        assert total is not None
+        return total.to(U.dtype)
+
+    def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """J itself, ``(n * o, p)``."""
+        return torch.cat([self.use(block, lambda b: self.rows(b, dtype or self.dtype)) for block in self.blocks(False)])
+
+    def row_norms_squared(self, prior: Any = None) -> Tensor:
+        """``diag(J S J^T)``, ``(n * o,)``, in float64, without a loop over inputs and without J."""
+        bound = prior if isinstance(prior, BoundPrior) else as_prior(prior).bind(self.network.columns)
+        dtype = accumulator(self.device)
+        norms = [self.use(block, lambda b: squared_norms(b, bound, dtype)) for block in self.blocks(False)]
+        return torch.cat([x.reshape(-1) for x in norms])
+
+    def outputs(self) -> Tensor:
+        """The network's outputs ``(n, o)`` at these inputs."""
+        return torch.cat([self.use(block, lambda b: b.outputs) for block in self.blocks(False)])
+
+    # ------------------------------------------------------------------------------------------- blocks
+
+    def blocks(self, keep: bool = True) -> Iterator[Block]:
+        """J batch by batch: from memory where the plan keeps them, else worked out anew. ``keep=False`` for what is
+        done once, so that nothing is kept that was not already."""
+        self.network.check_unchanged()
+        if keep and self.plan.keep and self._kept is None:
+            with self._lock:
+                if self._kept is None:
+                    self._kept = list(self._build())
+        return iter(self._kept) if self._kept is not None else self._build()
+
+    def _build(self) -> Iterator[Block]:
+        start = 0
+        for batch in self.inputs.batches(self.plan.batch):
+            yield self._block(batch, start)
+            start += length(batch)
+        if start != self.n:
+            raise ValueError(f"the data gave {start} inputs on this pass and {self.n} before: it must not change")
+
+    def _block(self, batch: Batch, offset: int) -> Block:
+        if self.plan.way == "implicit":
+            return ImplicitBlock(self.network, batch, self.findings.abilities, self.o, offset=offset)
+        factored = FactoredBlock(self.network, batch, self.findings, offset)
+        if self.plan.way == "factored":
+            return factored
+        return DenseBlock(self.rows(factored, self.dtype), factored.outputs, self.network.columns)
+
+    def use(self, block: Block, function: Callable[[Block], Tensor]) -> Tensor:
+        """Work with a block, then let it forget what can be worked out again and is not planned for."""
+        try:
+            return function(block)
+        finally:
+            if not (self.plan.keep and self.plan.way == "implicit"):
+                block.release()
+
+    def rows(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """One block's rows ``(n * o, p)``."""
+        generic = block.generic_rows()
+        parts = []
+        columns = self.network.columns
+        for name, size in zip(columns.names, columns.sizes, strict=True):
+            if name in generic:
+                parts.append(generic[name].to(dtype))
+                continue
+            total = torch.zeros(block.n * block.o, size, dtype=dtype, device=self.device)
+            for segment in segments([block], name):
+                for f in segment.of(block):
+                    total[:, f.start : f.start + f.size] += f.columns(0, f.size, dtype).reshape(-1, f.size)
+            parts.append(total)
+        return torch.cat(parts, 1)
+
+
+class TransposedJacobian(Operator):
+    """``J^T``, ``(p, n * o)``."""
+
+    _name = "J.T"
+
+    def __init__(self, jacobian: Jacobian) -> None:
+        self._jacobian = jacobian
+        self.shape = (jacobian.shape[1], jacobian.shape[0])
+        self.dtype, self.device = jacobian.dtype, jacobian.device
+
+    @property
+    def T(self) -> Jacobian:
+        return self._jacobian
+
+    def _product(self, V: Tensor) -> Tensor:
+        return self._jacobian.transposed_product(V)
+
+    def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self._jacobian.to_dense(dtype).T
+
+
+def accumulator(device: torch.device) -> torch.dtype:
+    """float64, but on devices that have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(accumulator(tensor.device))

@@ -1,0 +1,299 @@
+"""The cost model: which way to hold a Jacobian, from counted operations, bytes and the memory that is free."""
+
+import functools
+import io
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from tangents.inputs import Batch, Inputs, length
+from tangents.jacobian.factored import FactoredBlock, Findings
+from tangents.jacobian.factors import WORKSPACE, Factor, Lookup, Outer
+from tangents.jacobian.gram import ROW_CHUNK
+from tangents.network import Network
+
+WAYS = ("factored", "implicit", "dense")
+PRODUCTS = 20  # products with K that a Jacobian is assumed to serve where no way is asked for
+PROBED = 4  # inputs that the counts are read off
+WORKING_SET = 2**30  # bytes of activations and gradients held while one batch is captured
+LARGEST_BATCH = 2048
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one input costs, read off a few."""
+
+    outputs: int
+    parameters: int
+    item: int  # bytes of a number
+    forward: float  # operations of a forward pass
+    activations: float  # bytes that a forward pass keeps for the backward pass
+    captured: float  # bytes of gradients and inputs while factors are made
+    factors: float  # bytes of the factors kept
+    products: float  # operations of one product with the factors
+    pairs: float  # operations of one pair of inputs in K
+    generic: int  # parameters that go the generic way
+    whole: float  # operations of forming all rows from the factors
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One way's costs for ``n`` inputs."""
+
+    way: str
+    held: float  # bytes kept between products
+    scratch: float  # bytes besides, while working
+    build: float  # operations before the first product
+    product: float  # operations of one J v and one J^T u
+    seconds: float  # building and PRODUCTS products, a rough figure
+    fits: bool
+
+
+@dataclass
+class Plan:
+    """How a Jacobian will be held, and why; ``explain()`` says so."""
+
+    way: str
+    asked: str
+    n: int
+    batch: int
+    keep: bool
+    limit: int
+    counts: Counts
+    estimates: dict[str, Estimate]
+    generic: Mapping[str, str] = field(default_factory=dict)  # parameter -> why it goes the generic way
+
+    def peak_bytes(self, job: str) -> int:
+        """Bytes expected at the peak of a job: "product", "gram" (dense K, float64), "diagonal" or "fisher"."""
+        c, chosen = self.counts, self.estimates[self.way]
+        held = chosen.held if self.keep else 0
+        if job in ("product", "fisher"):
+            return int(held + chosen.scratch)
+        if job == "diagonal":
+            return int(chosen.scratch)
+        if job == "gram":
+            rows = self.n * c.outputs
+            return int(held + chosen.scratch + 8 * rows * rows)
+        raise ValueError(f"job is 'product', 'gram', 'diagonal' or 'fisher', not {job!r}")
+
+    def explain(self) -> str:
+        """A table of what each way would cost, which was chosen and which parameters go the generic way."""
+        c = self.counts
+        table = Table(title=f"Jacobian of {self.n} inputs x {c.outputs} outputs, {c.parameters:,} parameters")
+        for column in ("way", "kept", "scratch", "to build", "a product", "time", ""):
+            table.add_column(column, justify="left" if column in ("way", "") else "right")
+        for name in WAYS:
+            e = self.estimates[name]
+            table.add_row(
+                name, _bytes(e.held), _bytes(e.scratch), _operations(e.build), _operations(e.product),
+                f"{e.seconds:.2g} s", self._why(e),
+            )  # fmt: skip
+        lines = [
+            f"time: building and {PRODUCTS} products with K, at this machine's measured speed; {_bytes(self.limit)} of "
+            "memory may be used (memory_limit= changes that)",
+            f"inputs are taken {self.batch} at a time" + ("" if self.keep else " and worked out anew for each product"),
+        ]
+        if self.generic:
+            lines.append("parameters that go the generic way (automatic differentiation):")
+            lines += [f"  {name}: {reason}" for name, reason in self.generic.items()]
+        elif self.way == "factored":
+            lines.append("every parameter has factors")
+        return _render(table) + "\n".join(lines)
+
+    def _why(self, e: Estimate) -> str:
+        if e.way == self.way:
+            return "chosen: asked for" if self.asked != "auto" else "chosen: the fastest that fits"
+        if not e.fits:
+            return "does not fit the memory"
+        return "possible" if self.asked != "auto" else "slower"
+
+
+def count(network: Network, inputs: Inputs, findings: Findings) -> Counts:
+    """Capture a few inputs and count what one costs."""
+    batch = inputs.first(PROBED)
+    probed = length(batch)
+    saved = _SavedBytes({p.untyped_storage().data_ptr() for p in network.parameters.values()})
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(batch)
+    with saved:
+        network.outputs_with_graph(batch)
+    block = FactoredBlock(network, _detached(batch), findings)
+    factors = [f for found in block.factors.values() for f in found]
+    item = torch.finfo(network.dtype).bits // 8
+    sizes = dict(zip(network.columns.names, network.columns.sizes, strict=True))
+    generic = sum(sizes[name] for name in findings.generic if name in sizes)
+    forward = max(float(counter.get_total_flops()), 2.0 * network.columns.total * probed) / probed
+    return Counts(
+        outputs=block.o,
+        parameters=network.columns.total,
+        item=item,
+        forward=forward,
+        activations=saved.total / probed,
+        captured=block.captured_bytes / probed,
+        factors=sum(f.nbytes for f in factors) / probed + generic * block.o * item,
+        products=sum(f.product_operations() for f in factors) / probed + (8 * forward if generic else 0),
+        pairs=sum(_pair_operations(f) for f in factors) + 2.0 * block.o**2 * generic,
+        generic=generic,
+        whole=sum(f.row_operations() for f in factors) / probed + (2 * forward * block.o if generic else 0),
+    )
+
+
+def _pair_operations(f: Factor) -> float:
+    """Operations of one pair of inputs in K: the cheaper of the two formulas of `gram.py`."""
+    rows = 2.0 * f.o * f.o * f.size
+    if isinstance(f, Outer):
+        return min(rows, f.T * f.T * (2.0 * f.q + 2.0 * f.o * f.o * f.r + 10.0 * f.o * f.o))
+    return min(rows, 2.0 * f.o * f.o * f.T * f.width) if isinstance(f, Lookup) else rows
+
+
+def make(
+    network: Network,
+    inputs: Inputs,
+    counts: Counts,
+    findings: Findings,
+    way: str = "auto",
+    batch_size: int | str = "auto",
+    memory_limit: int | None = None,
+) -> Plan:
+    """Choose a way, a batch size, and whether to keep what is built."""
+    limit = int(memory_limit) if memory_limit is not None else int(0.6 * free_memory(network.device))
+    batch = batch_size if isinstance(batch_size, int) else _batch(counts, inputs.n, limit)
+    estimates = {name: _estimate(name, counts, inputs.n, batch, limit, network) for name in WAYS}
+    if way == "auto":
+        fitting = [e for e in estimates.values() if e.fits] or [estimates["factored"], estimates["implicit"]]
+        chosen = min(fitting, key=lambda e: e.seconds).way
+    else:
+        chosen = way
+    return Plan(
+        way=chosen,
+        asked=way,
+        n=inputs.n,
+        batch=inputs.n if inputs.requires_grad else batch,
+        keep=estimates[chosen].held + estimates[chosen].scratch <= limit,
+        limit=limit,
+        counts=counts,
+        estimates=estimates,
+        generic=findings.generic,
+    )
+
+
+def _batch(c: Counts, n: int, limit: int) -> int:
+    """As many inputs as the working set holds: fewer passes, and products of a size that runs at full speed."""
+    each = c.activations + c.captured + 1
+    return int(max(1, min(n, LARGEST_BATCH, min(WORKING_SET, limit / 4) // each)))
+
+
+def _estimate(way: str, c: Counts, n: int, batch: int, limit: int, network: Network) -> Estimate:
+    backward = 2 * c.forward
+    workspace = min(2 * ROW_CHUNK, 3 * n * c.outputs * c.parameters * c.item) + 2 * WORKSPACE
+    if way == "factored":
+        held, build = n * c.factors, n * (c.forward + (c.outputs + 2) * c.forward)
+        scratch = batch * (c.activations + c.captured) + workspace
+        product, moved = 2 * n * c.products, n * c.factors
+    elif way == "implicit":
+        held, build = n * c.activations, n * c.forward
+        scratch = batch * 3 * c.activations + 4 * c.parameters * c.item
+        product, moved = n * (3 * c.forward + backward), 4 * n * c.activations
+    else:
+        held = float(n * c.outputs * c.parameters * c.item)
+        build = n * (c.forward * (c.outputs + 1)) + n * c.whole
+        scratch = batch * (c.activations + c.captured + c.outputs * c.parameters * c.item) + workspace
+        product, moved = 4.0 * n * c.outputs * c.parameters, 2 * held
+    speed, bandwidth = machine_speed(network.device, network.dtype)
+    fits = held + scratch <= limit
+    total = build + PRODUCTS * product if fits else PRODUCTS * (build + product)
+    seconds = total / speed + PRODUCTS * moved / bandwidth
+    return Estimate(way, held, scratch, build, product, seconds, fits)
+
+
+@functools.cache
+def machine_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Operations and bytes a second, from a small matrix product and a copy: enough to compare ways."""
+    a = torch.ones(512, 512, device=device, dtype=dtype)
+    product = _best_seconds(lambda: a @ a, device)
+    copied = torch.ones(2**22, device=device)
+    copy = _best_seconds(copied.clone, device)
+    return 2 * 512**3 / product, 2 * 4 * 2**22 / copy
+
+
+def _best_seconds(function: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return max(best, 1e-7)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may still be taken on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    free = 4 * 2**30
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+            free = min(free, _number_in(path, free))
+    except (OSError, StopIteration):
+        pass
+    return free
+
+
+def _number_in(path: str, otherwise: int) -> int:
+    try:
+        with open(path) as text:
+            return int(text.read())
+    except (OSError, ValueError):
+        return otherwise
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts the bytes that a forward pass keeps, parameters apart."""
+
+    def __init__(self, known: set[int]) -> None:
+        self.total = 0
+        self._known = known
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in self._known:
+            self._known.add(place)
+            self.total += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def _detached(batch: Batch) -> Batch:
+    return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, batch)
+
+
+def _render(table: Table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=110).print(table)
+    return text.getvalue()
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1000 or unit == "GiB":
+            return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+        value /= 1024
+    raise AssertionError
+
+
+def _operations(value: float) -> str:
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < 1000 or unit == "P":
+            return f"{value:.3g} {unit}op"
+        value /= 1000
+    raise AssertionError

@@ -1,0 +1,341 @@
+"""The user's network as a function of its chosen parameters, on a private copy that shares its weights."""
+
+import contextlib
+import copy
+import dataclasses
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tangents.errors import MixesSamples, NoDerivative, NonFinite, ParametersChanged, RandomOutputs
+from tangents.inputs import Batch, length, move, take, tensors
+from tangents.parameters import Choice, Columns, choose
+
+Outputs = None | int | slice | Callable[[Any], Tensor]
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+class Network:
+    """``f(x; theta)`` with ``n`` inputs to ``(n, o)`` outputs, in eval mode.
+
+    The copy shares the user's parameters (no second set of weights) and owns all else: its buffers, its mode and
+    what requires grad are changed without the user's network noticing.
+    """
+
+    def __init__(self, model: nn.Module, params: Choice = None, outputs: Outputs = None) -> None:
+        original = _unwrap(model)
+        self._original = original
+        chosen = choose(original, params)
+        _refuse_meta(original)
+        _tell_about_training_mode(original)
+        self.model = _share(original, set(chosen))
+        own = dict(self.model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = {name: own[name] for name in chosen}
+        for name, parameter in own.items():  # a scripted module is copied with its own weights
+            parameter.requires_grad_(name in chosen) if parameter.is_floating_point() else None
+        self.columns = Columns(tuple(chosen), tuple(p.shape for p in chosen.values()))
+        first = next(iter(self.parameters.values()))
+        self.device, self.dtype = first.device, first.dtype
+        for p in self.parameters.values():
+            self.dtype = torch.promote_types(self.dtype, p.dtype)
+        self._outputs = outputs
+        self._state = _fingerprint(original)
+        self._lock = threading.RLock()
+
+    def exclusive(self) -> contextlib.AbstractContextManager[bool]:
+        """No other thread runs the copy meanwhile."""
+        return self._lock
+
+    def check_unchanged(self) -> None:
+        """Raise if the user's parameters are no longer those that were linearised."""
+        now = _fingerprint(self._original)
+        changed = [name for name, state in self._state.items() if now.get(name) != state]
+        if changed or len(now) != len(self._state):
+            raise ParametersChanged(
+                f"the network's parameters changed since it was linearised ({(changed or ['one was added'])[0]!r} "
+                f"among {max(len(changed), 1)}): call tangents.linearize(model) again"
+            )
+
+    def __call__(
+        self,
+        batch: Batch,
+        mode: TorchFunctionMode | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        offset: int = 0,
+    ) -> Tensor:
+        """The outputs ``(n, o)`` of a batch; ``parameters`` stand in for the network's own where given.
+
+        ``mode`` watches the operations; ``offset`` is the index of the batch's first input, for messages.
+        """
+        rows = length(batch)
+        with self._lock, _surroundings(self.device), mode or Watch():
+            args, kwargs = _arguments(move(batch, self.device))
+            try:
+                if parameters is None:
+                    raw = self.model(*args, **kwargs)
+                else:
+                    raw = torch.func.functional_call(self.model, dict(parameters), args, kwargs)
+            except RuntimeError as error:
+                _explain_dtype(error, batch, self.dtype)
+                raise
+            result = self._select(raw, rows)
+        _refuse_non_finite(result, offset)
+        return result
+
+    def outputs_with_graph(self, batch: Batch, mode: TorchFunctionMode | None = None, offset: int = 0) -> Tensor:
+        """The outputs, recorded for differentiation with respect to the chosen parameters."""
+        with torch.inference_mode(False), torch.enable_grad():
+            result = self(batch, mode, offset=offset)
+        if not result.requires_grad:
+            raise NoDerivative(
+                "the outputs do not depend on any chosen parameter through operations that have a derivative "
+                "(argmax, round, detach() and no_grad() cut it): linearise what comes before them, with outputs=, "
+                "or choose other parameters"
+            )
+        return result
+
+    def _select(self, raw: Any, rows: int) -> Tensor:
+        """What the network returned, as ``(n, o)`` with the asked-for outputs."""
+        choice = self._outputs
+        result = choice(raw) if callable(choice) else _only_tensor(raw)
+        if not isinstance(result, Tensor):
+            raise TypeError(f"outputs= must return a tensor of shape (n, o), not {type(result).__name__}")
+        if result.is_complex():
+            raise TypeError("the network's outputs are complex: linearise a real part, with outputs=lambda out: out.real")
+        if not result.is_floating_point():
+            raise NoDerivative(
+                f"the network's outputs are {result.dtype}, which has no derivative: linearise the scores that they "
+                "are made from, with outputs="
+            )
+        if result.dim() == 0 or result.shape[0] != rows:
+            raise MixesSamples(
+                f"the network made outputs of shape {tuple(result.shape)} from {rows} inputs: the first dimension must "
+                "be the inputs'; return one row an input (outputs=lambda out: ... can rearrange them)"
+            )
+        result = result.reshape(rows, -1)
+        if isinstance(choice, int) and not isinstance(choice, bool):
+            if not -result.shape[1] <= choice < result.shape[1]:
+                raise ValueError(f"outputs={choice}, but the network has {result.shape[1]} outputs an input")
+            return result[:, choice].unsqueeze(1)
+        if isinstance(choice, slice):
+            result = result[:, choice]
+        if result.shape[1] == 0:
+            raise ValueError("no outputs are left to linearise: check outputs=")
+        return result
+
+    def check_separates_samples(self, batch: Batch) -> None:
+        """Raise unless each input's output is its own: fixed, and unmoved by the other inputs of its batch.
+
+        Values are compared, the first three inputs alone and together; then, for inputs that have a derivative,
+        exact zeros: no other input may have a gradient.
+        """
+        count = length(batch)
+        probe = take(batch, slice(0, min(count, 3)))
+        tolerance = TOLERANCE.get(self.dtype, 1e-4)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            together = self(probe)
+            torch.manual_seed(int(torch.randint(2**31, ()).item()))
+            again = self(probe)
+        if not torch.allclose(together, again, rtol=tolerance, atol=tolerance * float(together.abs().max())):
+            raise RandomOutputs(
+                "the network gives other outputs when it is called again with the same inputs, in eval mode too: make "
+                "its random part (functional dropout with training=True, added noise) follow self.training"
+            )
+        if count == 1:
+            return
+        try:
+            with torch.no_grad():
+                alone = torch.cat([self(take(probe, slice(i, i + 1))) for i in range(together.shape[0])])
+        except (RuntimeError, ValueError, TypeError, AssertionError):
+            alone = together  # a network exported for one batch size; the gradients below still tell
+        if alone.shape != together.shape or not torch.allclose(
+            together, alone, rtol=10 * tolerance, atol=10 * tolerance * float(together.abs().max())
+        ):
+            raise MixesSamples(_MIXES)
+        self._check_gradients_separate(probe)
+
+    def _check_gradients_separate(self, probe: Batch) -> None:
+        floating = [leaf for leaf in tensors(probe) if leaf.is_floating_point()]
+        if not floating:
+            return
+        with torch.inference_mode(False), torch.enable_grad():
+            copies = {id(leaf): leaf.detach().clone().requires_grad_() for leaf in floating}
+            result = self(tree_map(lambda leaf: copies.get(id(leaf), leaf), probe))
+            if not result.requires_grad:
+                return
+            try:
+                gradients = torch.autograd.grad(result[0].sum(), list(copies.values()), allow_unused=True)
+            except RuntimeError:
+                return  # some operation on the way to the inputs has no derivative; the values have been compared
+        if any(g is not None and bool((g[1:] != 0).any()) for g in gradients):
+            raise MixesSamples(_MIXES)
+
+
+_MIXES = (
+    "an input's output depends on the other inputs of its batch, so its Jacobian row is not defined (batch statistics, "
+    "as of a BatchNorm without running statistics, or a mean over the batch?): make the network treat inputs one by one"
+)
+
+
+class Watch(TorchFunctionMode):
+    """A mode that passes every operation on.
+
+    With any mode active torch's attention layers leave their fused inference path, which has no derivative. A padding
+    row of an embedding is a constant to reverse mode but not to torch's forward mode: here it is to both.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is nn.functional.embedding:
+            return _hold_padding(result, *args, **(kwargs or {}))
+        return result
+
+
+def _hold_padding(
+    result: Tensor, index: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+) -> Tensor:
+    if padding_idx is None:
+        return result
+    held = index == padding_idx % weight.shape[0]
+    return torch.where(held.unsqueeze(-1), result.detach(), result)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The network inside ``torch.compile``, ``DataParallel`` or ``DistributedDataParallel``."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"linearize takes a torch.nn.Module, not {type(model).__name__}")
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def _share(original: nn.Module, chosen: set[str]) -> nn.Module:
+    """A copy in eval mode whose parameters share the original's storage."""
+    memo: dict[int, Any] = {}
+    names = {id(p): name for name, p in original.named_parameters()}
+    for p in original.parameters():
+        needs_grad = names[id(p)] in chosen
+        same = p.requires_grad == needs_grad and not p.requires_grad
+        memo[id(p)] = p if same else nn.Parameter(p.detach(), requires_grad=needs_grad)
+    for module in original.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # weights derived by hooks: torch refuses to copy them
+                memo[id(value)] = value.detach()
+    try:
+        duplicate = copy.deepcopy(original, memo)
+    except Exception as error:
+        raise TypeError(
+            f"the network cannot be copied ({error}); linearize works on a copy that shares its weights: remove the "
+            "attribute that cannot be copied, or give its class a __deepcopy__"
+        ) from error
+    duplicate.eval()
+    for module in duplicate.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            if module.max_norm is not None:
+                raise ValueError(
+                    "an embedding with max_norm rewrites its weights whenever it is used, so there is no fixed theta to "
+                    "linearise at: set its max_norm to None"
+                )
+            module.sparse, module.scale_grad_by_freq = False, False  # they alter gradients, not the function
+    return duplicate
+
+
+def _fingerprint(model: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """Identity, place and version of each parameter."""
+    return {
+        name: (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for name, p in model.named_parameters()
+    }
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and holds no values: load the weights first")
+
+
+def _tell_about_training_mode(model: nn.Module) -> None:
+    moody = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    if any(m.training and isinstance(m, moody) for m in model.modules()):
+        warnings.warn(
+            "the network is in training mode and has batch norm or dropout; it is linearised in eval mode (your "
+            "network stays as it is). Call model.eval() first to silence this.",
+            stacklevel=4,
+        )
+
+
+@contextlib.contextmanager
+def _surroundings(device: torch.device) -> Iterator[None]:
+    """Leave the random state as it was, and run compiled parts eagerly, so that their operations can be seen."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def math_attention() -> contextlib.AbstractContextManager[None]:
+    """Attention by plain operations: the fused kernels have neither forward mode nor second derivatives."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, dict):
+        return (), batch
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def _only_tensor(raw: Any) -> Tensor:
+    if isinstance(raw, Tensor):
+        return raw
+    fields: dict[str, Any] = {}
+    if isinstance(raw, Mapping):
+        fields = dict(raw)
+    elif dataclasses.is_dataclass(raw) and not isinstance(raw, type):
+        fields = {field.name: getattr(raw, field.name) for field in dataclasses.fields(raw)}
+    if isinstance(fields.get("logits"), Tensor):
+        return fields["logits"]
+    found = [leaf for leaf in tree_flatten(list(fields.values()) or raw)[0] if isinstance(leaf, Tensor)]
+    if len(found) == 1:
+        return found[0]
+    what = f"a {type(raw).__name__}" + (f" with {', '.join(map(str, fields))}" if fields else "")
+    raise TypeError(
+        f"the network returns {what}: say which tensor to linearise, such as "
+        f"outputs=lambda out: out{'.' + str(next(iter(fields))) if fields else '[0]'}"
+    )
+
+
+def _refuse_non_finite(result: Tensor, offset: int) -> None:
+    with torch.no_grad():
+        finite = torch.isfinite(result.detach()).all(1)
+        if not torch.compiler.is_compiling() and not _is_transformed(finite) and not bool(finite.all()):
+            row = int((~finite).nonzero()[0]) + offset
+            raise NonFinite(f"the network's output for input {row} is not finite: check that input and the weights")
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    """Inside ``torch.func`` transforms a tensor has no value to look at."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _explain_dtype(error: RuntimeError, batch: Batch, dtype: torch.dtype) -> None:
+    wrong = [x.dtype for x in tensors(batch) if x.is_floating_point() and x.dtype != dtype]
+    if wrong and "dtype" in str(error) or wrong and "type" in str(error):
+        raise TypeError(
+            f"the inputs are {wrong[0]} but the network is {dtype}: convert one of them, such as inputs.to({dtype}) or "
+            f"model.to({wrong[0]}) ({error})"
+        ) from error

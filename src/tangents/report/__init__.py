@@ -1,0 +1,1 @@
+"""What a run leaves behind to look at. Needs the `plot` extra."""
