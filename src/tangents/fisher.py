@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tangents.jacobian.operator import Jacobian, Operator, wide
+from tangents.network import Watch
 from tangents.likelihoods import Likelihood, as_likelihood
 
 STEPS = {torch.float64: (1e-4, 1e-5, 1e-6), torch.float32: (3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3)}
@@ -43,6 +44,9 @@ class Fisher(Operator):
         if self.method == "exact":
             return self._exact(V)
         return torch.stack([self._finite_difference(V[:, j]) for j in range(V.shape[1])], 1)
+
+    def _explain_non_finite(self) -> None:
+        self.jacobian._explain_non_finite()
 
     def _exact(self, V: Tensor) -> Tensor:
         """``J v``, then ``H``, then ``J^T``, batch by batch: each batch is visited once."""
@@ -84,7 +88,9 @@ class Fisher(Operator):
                 f = network(batch, offset=start)
                 moved = {k: (p + step * direction[k].to(p.dtype)).requires_grad_() for k, p in network.parameters.items()}
             with torch.enable_grad():
-                divergence = self.likelihood.kl(f, network(batch, parameters=moved, offset=start))  # type: ignore[attr-defined]
+                padding = Watch({id(moved[k]): p for k, p in network.parameters.items()})
+                g = network(batch, padding, parameters=moved, offset=start)
+                divergence = self.likelihood.kl(f, g)  # type: ignore[attr-defined]
                 gradients = torch.autograd.grad(divergence, list(moved.values()), materialize_grads=True, allow_unused=True)
             total += torch.cat([g.reshape(-1) for g in gradients]).to(v.dtype)
             start += len(f)

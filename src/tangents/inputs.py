@@ -20,6 +20,10 @@ def tensors(batch: Batch) -> list[Tensor]:
 def length(batch: Batch) -> int:
     """The leading dimension that all tensors of a batch share."""
     leaves = tensors(batch)
+    if isinstance(batch, dict | list | tuple) and not batch:
+        raise ValueError("the inputs are empty: at least one input is needed")
+    if isinstance(batch, Tensor) and batch.dim() == 0:
+        raise ValueError("the input is a single number; it needs a leading dimension, one row an input: x.reshape(1, -1)")
     if not leaves:
         raise TypeError(
             "the inputs hold no tensor with a leading dimension: pass a tensor, a pytree (dict, tuple, list) of "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tangents.jacobian.gram import add_gram
-from tangents.jacobian.operator import Block, Jacobian, Operator, accumulator
+from tangents.jacobian.operator import Block, Jacobian, Operator, accumulator, wide
 from tangents.priors import BoundPrior, Prior, as_prior
 from tangents.progress import track
 
@@ -46,6 +46,10 @@ class Kernel(Operator):
             return self._product_by_tiles(V)
         other = self.right or self.left
         return self.left._product(self.prior.apply(other.transposed_product(V)))
+
+    def _explain_non_finite(self) -> None:
+        for jacobian in (self.left, *([self.right] if self.right else [])):
+            jacobian._explain_non_finite()
 
     def _by_tiles(self, k: int) -> bool:
         """Whether forming K tile by tile, and dropping the tiles, counts fewer operations than two products."""
@@ -90,20 +94,27 @@ class Kernel(Operator):
         if self.left.inputs.requires_grad or (self.right is not None and self.right.inputs.requires_grad):
             add_gram(K, list(self.left.blocks()), list((self.right or self.left).blocks()), self.prior)
             return K
-        groups = list(self._group_bounds(self.left))
-        for g, (rows, blocks) in enumerate(track(self._groups(self.left), len(groups), "kernel")):
-            if self.right is None:
+        left, right = self.left, self.right or self.left
+        for rows, blocks in track(self._groups(left), -(-left.n // self._capacity(left)), "kernel"):
+            if self.symmetric:
                 add_gram(K[rows, rows], blocks, None, self.prior)
-            others = self._groups(self.left, stop=g) if self.right is None else self._groups(self.right)
-            for columns, partners in others:
+            for columns, partners in self._groups(right, rows.start if self.symmetric else right.shape[0]):
                 add_gram(K[rows, columns], blocks, partners, self.prior)
+        if not bool(torch.isfinite(K.sum())):
+            self._explain_non_finite()
         return mirror(K) if self.symmetric else K
 
     def diagonal(self) -> Tensor:
-        """``diag(K)``, ``(n * o,)``, without K; of a kernel of inputs with themselves."""
-        if self.right is not None:
-            raise ValueError("a kernel between two sets of inputs has no diagonal: use lin.kernel(X).diagonal()")
-        return self.left.row_norms_squared(self.prior)
+        """``diag(K)``, ``(n * o,)``, without K."""
+        if self.right is None:
+            return self.left.row_norms_squared(self.prior)
+        if self.shape[0] != self.shape[1]:
+            raise ValueError(f"a kernel of shape {self.shape} has no diagonal: use lin.kernel(X).diagonal()")
+        parts = []
+        for block, other in zip(self.left.blocks(False), self.right.blocks(False), strict=True):
+            rows = self.prior.apply(wide(self.left.rows(block, self.dtype)).T)
+            parts.append(torch.linalg.vecdot(rows.T, wide(self.right.rows(other, self.dtype))))
+        return torch.cat(parts)
 
     def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
         """The k largest eigenvalues, descending, and their eigenvectors ``(n * o, k)``; all without ``k``.
@@ -121,27 +132,30 @@ class Kernel(Operator):
     # ------------------------------------------------------------------------------------------- groups
 
     @staticmethod
-    def _group_bounds(jacobian: Jacobian) -> Iterator[tuple[int, int]]:
-        """How many blocks are held at once: all where they are kept, else what half the memory holds."""
+    def _capacity(jacobian: Jacobian) -> int:
+        """How many inputs' rows are held at once: all where they are kept, else what a third of the memory holds."""
         plan = jacobian.plan
-        blocks = -(-plan.n // plan.batch)
-        each = max(plan.estimates[plan.way].held / max(blocks, 1), 1)
+        if plan.keep and plan.way != "implicit":
+            return plan.n
+        each = plan.estimates[plan.way].held / plan.n
         if plan.way == "implicit":
-            each = max(each, plan.batch * plan.counts.outputs * plan.counts.parameters * plan.counts.item)
-        size = blocks if plan.keep and plan.way != "implicit" else int(max(1, plan.limit / 3 // each))
-        return ((i, min(i + size, blocks)) for i in range(0, blocks, size))
+            each = plan.counts.outputs * plan.counts.parameters * plan.counts.item
+        return max(1, min(plan.n, int(plan.limit / 3 // max(each, 1))))
 
     @classmethod
     def _groups(cls, jacobian: Jacobian, stop: int | None = None) -> Iterator[tuple[slice, list[Block]]]:
-        bounds = list(cls._group_bounds(jacobian))[: stop if stop is None or stop >= 0 else None]
-        if not bounds:
+        """The blocks in groups that may be held together, with their place in K, before row ``stop``."""
+        capacity, group, start = cls._capacity(jacobian), [], 0
+        if stop == 0:
             return
-        blocks, start = jacobian.blocks(), 0
-        for lo, hi in bounds:
-            group = [block for _, block in zip(range(hi - lo), blocks, strict=False)]
-            rows = slice(start, start + sum(b.n * b.o for b in group))
-            start = rows.stop
-            yield rows, group
+        for block in jacobian.blocks():
+            group.append(block)
+            stopped = start + sum(b.n * b.o for b in group)
+            if sum(b.n for b in group) + block.n > capacity or stopped == jacobian.shape[0]:
+                yield slice(start, stopped), group
+                group, start = [], stopped
+            if stopped == stop:
+                return
 
 
 def mirror(K: Tensor, side: int = 1024) -> Tensor:

@@ -3,13 +3,15 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -21,7 +23,8 @@ from tangents.parameters import Choice, Columns, choose
 
 Outputs = None | int | slice | Callable[[Any], Tensor]
 
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# How far outputs may move for rounding alone, when a batch is cut in another way.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class Network:
@@ -45,8 +48,9 @@ class Network:
         self.columns = Columns(tuple(chosen), tuple(p.shape for p in chosen.values()))
         first = next(iter(self.parameters.values()))
         self.device, self.dtype = first.device, first.dtype
-        for p in self.parameters.values():
-            self.dtype = torch.promote_types(self.dtype, p.dtype)
+        floating = {p.dtype for p in own.values() if p.is_floating_point()}
+        self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
+        self.precision = max(floating, key=lambda dtype: torch.finfo(dtype).eps)  # of the roughest part
         self._outputs = outputs
         self._state = _fingerprint(original)
         self._lock = threading.RLock()
@@ -62,7 +66,7 @@ class Network:
         if changed or len(now) != len(self._state):
             raise ParametersChanged(
                 f"the network's parameters changed since it was linearised ({(changed or ['one was added'])[0]!r} "
-                f"among {max(len(changed), 1)}): call tangents.linearize(model) again"
+                f"among {max(len(changed), 1)}): linearize again, with tangents.linearize(model)"
             )
 
     def __call__(
@@ -97,8 +101,8 @@ class Network:
             result = self(batch, mode, offset=offset)
         if not result.requires_grad:
             raise NoDerivative(
-                "the outputs do not depend on any chosen parameter through operations that have a derivative "
-                "(argmax, round, detach() and no_grad() cut it): linearise what comes before them, with outputs=, "
+                "the outputs do not depend differentiably on any chosen parameter (argmax, round, detach() and no_grad() "
+                "cut the dependence): linearise what comes before them, with outputs=, "
                 "or choose other parameters"
             )
         return result
@@ -113,7 +117,7 @@ class Network:
             raise TypeError("the network's outputs are complex: linearise a real part, with outputs=lambda out: out.real")
         if not result.is_floating_point():
             raise NoDerivative(
-                f"the network's outputs are {result.dtype}, which has no derivative: linearise the scores that they "
+                f"the network's outputs are {result.dtype}, not floating point, and have no derivative: linearise the scores that they "
                 "are made from, with outputs="
             )
         if result.dim() == 0 or result.shape[0] != rows:
@@ -140,7 +144,7 @@ class Network:
         """
         count = length(batch)
         probe = take(batch, slice(0, min(count, 3)))
-        tolerance = TOLERANCE.get(self.dtype, 1e-4)
+        tolerance = TOLERANCE.get(self.precision, 1e-4)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             together = self(probe)
             torch.manual_seed(int(torch.randint(2**31, ()).item()))
@@ -181,7 +185,7 @@ class Network:
 
 
 _MIXES = (
-    "an input's output depends on the other inputs of its batch, so its Jacobian row is not defined (batch statistics, "
+    "the network mixes samples: an input's output depends on the other inputs of its batch, so its Jacobian row is not defined (batch statistics, "
     "as of a BatchNorm without running statistics, or a mean over the batch?): make the network treat inputs one by one"
 )
 
@@ -190,25 +194,35 @@ class Watch(TorchFunctionMode):
     """A mode that passes every operation on.
 
     With any mode active torch's attention layers leave their fused inference path, which has no derivative. A padding
-    row of an embedding is a constant to reverse mode but not to torch's forward mode: here it is to both.
+    row of an embedding is a constant to reverse mode but not to torch's forward mode, nor to finite differences: here
+    it is to all. ``held`` gives the padding row's own values where a weight has been replaced by a moved one. Nor does
+    forward mode stop at ``no_grad()``, as reverse mode does: with ``forward`` it does.
     """
+
+    def __init__(self, held: Mapping[int, Tensor] | None = None, forward: bool = False) -> None:
+        super().__init__()
+        self._held, self._forward = held or {}, forward
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._forward and not torch.is_grad_enabled():
+            with forward_ad._set_fwd_grad_enabled(False):
+                return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func is nn.functional.embedding:
-            return _hold_padding(result, *args, **(kwargs or {}))
+            return self._hold_padding(result, *args, **(kwargs or {}))
         return result
 
-
-def _hold_padding(
-    result: Tensor, index: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
-) -> Tensor:
-    if padding_idx is None:
-        return result
-    held = index == padding_idx % weight.shape[0]
-    return torch.where(held.unsqueeze(-1), result.detach(), result)
+    def _hold_padding(
+        self, result: Tensor, index: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+    ) -> Tensor:
+        if padding_idx is None:
+            return result
+        padding = index == padding_idx % weight.shape[0]
+        own = self._held.get(id(weight))
+        constant = result.detach() if own is None else own.detach()[padding_idx].expand(result.shape)
+        return torch.where(padding.unsqueeze(-1), constant, result)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -288,6 +302,37 @@ def _surroundings(device: torch.device) -> Iterator[None]:
         yield
 
 
+def gradients(
+    outputs: Tensor, inputs: Sequence[Any], cotangent: Tensor, create_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``, the graph kept, with an error of ours where an operation has no derivative."""
+    try:
+        return torch.autograd.grad(
+            outputs, inputs, cotangent, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+    except (RuntimeError, NotImplementedError) as error:
+        if "not implemented" in str(error):
+            raise NoDerivative(
+                f"an operation of the network has no derivative ({error}): replace it, linearise what comes before it "
+                "with outputs=, or choose parameters that come after it"
+            ) from error
+        raise
+
+
+def custom_functions(outputs: Tensor) -> list[str]:
+    """The names of the network's own ``torch.autograd.Function``s, found in the graph of its outputs."""
+    names, seen, stack = set(), set(), [outputs.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names.add(node.name().removesuffix("Backward"))
+        stack += [following for following, _ in node.next_functions]
+    return sorted(names)
+
+
 def math_attention() -> contextlib.AbstractContextManager[None]:
     """Attention by plain operations: the fused kernels have neither forward mode nor second derivatives."""
     return sdpa_kernel(SDPBackend.MATH)
@@ -333,8 +378,8 @@ def _is_transformed(tensor: Tensor) -> bool:
 
 
 def _explain_dtype(error: RuntimeError, batch: Batch, dtype: torch.dtype) -> None:
-    wrong = [x.dtype for x in tensors(batch) if x.is_floating_point() and x.dtype != dtype]
-    if wrong and "dtype" in str(error) or wrong and "type" in str(error):
+    wrong = [x.dtype for x in tensors(batch) if x.dtype != dtype and x.dtype != torch.bool]
+    if wrong and "type" in str(error):
         raise TypeError(
             f"the inputs are {wrong[0]} but the network is {dtype}: convert one of them, such as inputs.to({dtype}) or "
             f"model.to({wrong[0]}) ({error})"

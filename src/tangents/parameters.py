@@ -170,6 +170,6 @@ class Columns:
             )
         blocks = vector.split(list(self.sizes))
         return {
-            name: block.reshape(*shape, *vector.shape[1:])
+            name: block.reshape((*shape, *vector.shape[1:]))
             for name, shape, block in zip(self.names, self.shapes, blocks, strict=True)
         }

@@ -1,11 +1,12 @@
 """The command line: `tangents demo`, `tangents --version`."""
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from tangents import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Linearised neural networks for PyTorch.")
 console = Console()
@@ -13,7 +14,7 @@ console = Console()
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        console.print(f"tangents {version('tangents')}", highlight=False)
+        console.print(f"tangents {__version__}", highlight=False)
         raise typer.Exit
 
 
@@ -37,6 +38,6 @@ def demo(
 
     try:
         run(out, console)
-    except MissingExtra as error:
+    except (MissingExtra, OSError) as error:
         console.print(str(error), style="red", markup=False)
         raise typer.Exit(code=1) from error

@@ -1,8 +1,11 @@
 """`tangents demo`: a network that learnt one sinusoid is adapted to another from ten points, by one linear solve."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from rich.console import Console
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 import tangents as tg
 
 NOISE = 1e-3  # variance of the observation noise in the linear model; the paper's floor for this task
+SEED = 11  # of middling luck: over the seeds 0 to 11 the error falls from 2.06 to between 0.16 and 1.43, here to 0.72
 
 
 class MissingExtra(ImportError):
@@ -88,7 +92,55 @@ def adapt(lin: tg.Linearization, X: Tensor, y: Tensor, X_new: Tensor) -> Adapted
 
 
 def run(out: Path, console: Console) -> Path:
-    """Train, linearise, adapt, print the table, draw the figure; returns the figure's path."""
+    """Train, linearise, adapt, print the table and the plan, draw the figure; returns the figure's path."""
+    figures = _figures()
+    generator = torch.Generator().manual_seed(SEED)
+    x_grid = torch.linspace(-5, 5, 200)[:, None]
+    truth = TARGET(x_grid).flatten().double()
+
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        begun = time.perf_counter()
+        model = train_a_network(SOURCE, generator)
+        training_seconds = time.perf_counter() - begun
+
+        lin = tg.linearize(model)
+        x = 10 * torch.rand(10, 1, generator=generator) - 5
+        y = TARGET.observe(x, generator)
+        begun = time.perf_counter()
+        adapted = adapt(lin, x, y, x_grid)
+        adapting_seconds = time.perf_counter() - begun
+
+    before = lin(x_grid).flatten().double()
+    J = lin.jacobian(x_grid)
+    table = Table(title="One network, a new task, ten labels", show_header=False, title_justify="left")
+    table.add_row("network", f"tanh MLP 1-50-50-1, {lin.num_params:,} parameters, trained for {training_seconds:.1f} s")
+    table.add_row("Jacobian of 200 inputs", f"{J.shape[0]} x {J.shape[1]:,}")
+    table.add_row("adapted in", f"{1000 * adapting_seconds:.0f} ms, prior scale {adapted.prior_scale:.2g} by evidence")
+    table.add_row("error before", f"{_rms(before - truth):.2f} (root mean square, over the whole range)")
+    table.add_row("error after", f"{_rms(adapted.mean - truth):.2f}")
+    table.add_row("truth within the band", f"{_inside(adapted, truth):.0%} (mean +- 2 standard deviations)")
+    console.print(table)
+    console.print(f"\nThe plan, J.plan.explain():\n{J.plan.explain()}\n", highlight=False, markup=False, soft_wrap=True)
+
+    figure = figures.adaptation(
+        x_grid.flatten().numpy(),
+        lin.kernel(x_grid).to_dense().numpy(),
+        NOISE / adapted.prior_scale,
+        x.flatten().numpy(),
+        y.flatten().numpy(),
+        before=before.numpy(),
+        truth=truth.numpy(),
+        mean=adapted.mean.numpy(),
+        std=adapted.std.numpy(),
+    )
+    path: Path = figures.save(figure, out / "demo.png")
+    console.print(f"Figure: {path}", highlight=False, soft_wrap=True, markup=False)
+    return path
+
+
+def _figures() -> ModuleType:
+    """The drawing module, which needs matplotlib; looked for before any work."""
     try:
         from tangents.report import figures
     except ModuleNotFoundError as error:
@@ -97,51 +149,18 @@ def run(out: Path, console: Console) -> Path:
         raise MissingExtra(
             "The demo draws with matplotlib, which is not installed: pip install 'tangents[plot]'"
         ) from error
+    return figures
 
-    generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        begun = time.perf_counter()
-        model = train_a_network(SOURCE, generator)
-        training_seconds = time.perf_counter() - begun
 
-    lin = tg.linearize(model)
-    x_grid = torch.linspace(-5, 5, 200)[:, None]
-    x = 10 * torch.rand(10, 1, generator=generator) - 5
-    y = TARGET.observe(x, generator)
-    begun = time.perf_counter()
-    adapted = adapt(lin, x, y, x_grid)
-    adapting_seconds = time.perf_counter() - begun
-
-    before = lin(x_grid).flatten().double()
-    truth = TARGET(x_grid).flatten().double()
-    J = lin.jacobian(x_grid)
-    K_grid = lin.kernel(x_grid).to_dense()
-
-    table = Table(title="One network, a new task, ten labels", show_header=False, title_justify="left")
-    table.add_row("network", f"tanh MLP 1-50-50-1, {lin.num_params:,} parameters, trained for {training_seconds:.1f} s")
-    table.add_row("Jacobian of 200 inputs", f"{J.shape[0]} x {J.shape[1]:,}")
-    table.add_row("plan", str(J.plan.explain()))
-    table.add_row("adapted in", f"{1000 * adapting_seconds:.0f} ms, prior scale {adapted.prior_scale:.2g} by evidence")
-    table.add_row("error before", f"{_rms(before - truth):.2f} (root mean square, over the whole range)")
-    table.add_row("error after", f"{_rms(adapted.mean - truth):.2f}")
-    table.add_row("truth within the band", f"{_inside(adapted, truth):.0%} (mean +- 2 standard deviations)")
-    console.print(table)
-
-    figure = figures.adaptation(
-        x_grid.flatten(),
-        K_grid,
-        NOISE / adapted.prior_scale,
-        x.flatten(),
-        y.flatten(),
-        before=before,
-        truth=truth,
-        mean=adapted.mean,
-        std=adapted.std,
-    )
-    path = figures.save(figure, out / "demo.png")
-    console.print(f"Figure: {path}", highlight=False, soft_wrap=True, markup=False)
-    return path
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Matrices this small take several threads longer than one, many times so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _rms(error: Tensor) -> float:

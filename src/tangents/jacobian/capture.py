@@ -6,6 +6,7 @@ what came out, taken at once because a later in-place operation changes what the
 through an operation without a rule is left to autodiff, with the reason.
 """
 
+import contextlib
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from tangents.inputs import Batch
+from tangents.inputs import Batch, length
 from tangents.jacobian.rules import RULES, NotCovered, Use
-from tangents.network import Network
+from tangents.network import Network, math_attention
 
 # Operations whose result depends on the values of the data in *where* things go. A network that calls one may send
 # each batch another way, so what was found out on one batch is not believed on the next.
@@ -49,9 +50,11 @@ class Capture(TorchFunctionMode):
 
     network: Network
     keep_graph: bool = False
+    inputs: int = 1  # more than 1: tables that are read once for all inputs are read for each
     uses: list[Use] = field(default_factory=list)
     generic: dict[str, str] = field(default_factory=dict)  # parameter -> why no rule reaches it
     routed: bool = False
+    spread: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -74,6 +77,10 @@ class Capture(TorchFunctionMode):
             with self:  # a Python function that hides what it calls (attention): look inside
                 return _without_overrides(func)(*args, **kwargs)
         result = func(*args, **kwargs)
+        if self.inputs > 1 and name in ("F.embedding", "embedding") and result.dim() > 2 and result.shape[0] == 1:
+            # One row of positions for all inputs: give each its own, so that each has its own gradient.
+            result = result.expand(self.inputs, *result.shape[1:])
+            self.spread = True
         outputs = [t for t in _tensors_in(result) if t.requires_grad]
         if rule is not None and outputs:
             self._apply(rule, name, result, args, kwargs, used)
@@ -134,10 +141,16 @@ class Capture(TorchFunctionMode):
         self.uses = [use for use in self.uses if use.name not in self.generic]
 
 
-def watch(network: Network, batch: Batch, offset: int = 0, keep_graph: bool = False) -> tuple[Tensor, Capture]:
-    """Run the network on a batch and hand back its outputs, with their graph, and the uses that were seen."""
-    capture = Capture(network, keep_graph)
-    outputs = network.outputs_with_graph(batch, capture, offset)
+def watch(
+    network: Network, batch: Batch, offset: int = 0, keep_graph: bool = False, spread: bool = True
+) -> tuple[Tensor, Capture]:
+    """Run the network on a batch and hand back its outputs, with their graph, and the uses that were seen.
+
+    ``spread``: let tables that are read once for all inputs be read for each (which some networks do not bear).
+    """
+    capture = Capture(network, keep_graph, length(batch) if spread else 1)
+    with math_attention() if keep_graph else contextlib.nullcontext():
+        outputs = network.outputs_with_graph(batch, capture, offset)
     capture.finish()
     return outputs, capture
 

@@ -5,6 +5,7 @@ compared with automatic differentiation before it is believed. Parameters that n
 disagree, go through `implicit.py` on their own, and the two add up.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,15 +15,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from tangents.inputs import Batch, length, requires_grad, signature
-from tangents.jacobian.capture import watch
+from tangents.jacobian.capture import Capture, watch
 from tangents.jacobian.factors import Factor, Outer, Rows
 from tangents.jacobian.implicit import Abilities, ImplicitBlock
 from tangents.jacobian.ownership import SHARED, Layout, owners
 from tangents.jacobian.rules import MatrixUse, SumUse, Use
-from tangents.network import Network
+from tangents.network import Network, custom_functions, gradients
 
 # How far factors may be from automatic differentiation, relative to the gradient: rounding, not a wrong factor.
-AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @dataclass
@@ -32,6 +33,8 @@ class Findings:
     generic: dict[str, str] = field(default_factory=dict)  # parameter -> why it goes the generic way
     layouts: dict[Any, Layout | None] = field(default_factory=dict)
     checked: set[Any] = field(default_factory=set)
+    told: bool = False  # that some parameters have no influence
+    spread: dict[Any, bool] = field(default_factory=dict)  # whether tables can be read for each input
     abilities: Abilities = field(default_factory=Abilities)
 
 
@@ -42,12 +45,16 @@ class FactoredBlock:
         self.n = length(batch)
         self._network = network
         keep_graph = requires_grad(batch)
-        outputs, capture = watch(network, batch, offset, keep_graph)
+        outputs, capture = _watch(network, batch, offset, keep_graph, findings)
         self.o = outputs.shape[1]
         for name, reason in capture.generic.items():
             findings.generic.setdefault(name, reason)
         uses = [use for use in capture.uses if use.name not in findings.generic]
         believe = not capture.routed
+        if "CheckpointFunction" in custom_functions(outputs):
+            reason = "the network has a re-entrant checkpoint, which hides its operations"
+            findings.generic.update(dict.fromkeys(network.columns.names, reason))
+            uses = []
         backward = _Backward(outputs, uses, keep_graph)
         key = (signature(batch), tuple((u.name, u.start, u.shape) for u in uses))
         layouts = self._layouts(backward, uses, findings, key if believe else None)
@@ -80,11 +87,8 @@ class FactoredBlock:
     def vjp(self, U: Tensor) -> Tensor:
         """``(n, o, k) -> (p, k)``."""
         columns = self._network.columns
-        total = U.new_zeros(columns.total, U.shape[2])
-        for name, part in columns.slices().items():
-            for f in self.factors.get(name, []):
-                lo, hi = f.span
-                total[part][lo:hi] += f.vjp(U)
+        parts = [_assembled(self.factors.get(name, []), size, U) for name, size in zip(columns.names, columns.sizes, strict=True)]
+        total = torch.cat(parts)
         if self.generic:
             index = self._generic_index(U.device)
             total = total.index_add(0, index, self.generic.vjp(U).to(total.dtype))
@@ -134,26 +138,58 @@ class FactoredBlock:
         parameters = [self._network.parameters[name] for name in names]
         if not names:
             return
-        try:
-            truth = torch.autograd.grad(outputs, parameters, u, retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "heckpoint" not in str(error):
-                raise
-            for name in names:
-                findings.generic[name] = "a re-entrant checkpoint hides its operations"
-            return
+        truth, idle = gradients(outputs, parameters, u), []
         for name, exact in zip(names, truth, strict=True):
-            mine = torch.zeros(self._network.parameters[name].numel(), dtype=torch.float64, device=u.device)
-            for f in self.factors.get(name, []):
-                lo, hi = f.span
-                mine[lo:hi] += f.vjp(u.unsqueeze(2)).squeeze(1).double()
+            size = self._network.parameters[name].numel()
+            mine = _assembled(self.factors.get(name, []), size, u.unsqueeze(2)).squeeze(1).double()
             want = torch.zeros_like(mine) if exact is None else exact.reshape(-1).double()
+            if exact is None:
+                idle.append(name)
             error_norm, norm = float((mine - want).norm()), float(want.norm())
-            if not error_norm <= AGREEMENT[outputs.dtype] * norm:
+            if not error_norm <= AGREEMENT.get(self._network.precision, 1e-3) * norm:
                 findings.generic[name] = (
-                    "no operation with a rule was seen to use it" if name not in self.factors
+                    "no operation that uses it was seen (a custom Function, a script?)" if name not in self.factors
                     else f"its factors differ from automatic differentiation by {error_norm / max(norm, 1e-300):.1e}"
                 )  # fmt: skip
+        if idle and not findings.told:
+            findings.told = True
+            warnings.warn(
+                f"the outputs do not depend on {', '.join(map(repr, idle[:5]))}{' and others' if idle[5:] else ''}: "
+                "these columns of J are zero; leave them out with params= to save the memory",
+                stacklevel=2,
+            )
+
+
+def _watch(
+    network: Network, batch: Batch, offset: int, keep_graph: bool, findings: Findings
+) -> tuple[Tensor, Capture]:
+    """Watch a forward pass, with tables read for each input if the network bears it and gives the same outputs."""
+    place = signature(batch)
+    if findings.spread.get(place, True):
+        try:
+            outputs, capture = watch(network, batch, offset, keep_graph)
+            if not capture.spread or place in findings.spread:
+                return outputs, capture
+            with torch.no_grad():
+                plain = network(batch, offset=offset)
+            close = 100 * torch.finfo(network.precision).eps * float(plain.abs().max())
+            findings.spread[place] = plain.shape == outputs.shape and bool(((plain - outputs).abs() <= close).all())
+        except (RuntimeError, ValueError, IndexError):
+            findings.spread[place] = False
+        if findings.spread[place]:
+            return outputs, capture
+    return watch(network, batch, offset, keep_graph, spread=False)
+
+
+def _assembled(factors: Sequence[Factor], size: int, U: Tensor) -> Tensor:
+    """``J^T U`` of one parameter from its factors, ``(size, k)``."""
+    total: Tensor | None = None
+    for f in factors:
+        value = f.vjp(U)
+        if f.size != size:
+            value = torch.nn.functional.pad(value, (0, 0, f.start, size - f.start - f.size))
+        total = value if total is None else total + value
+    return U.new_zeros(size, U.shape[2]) if total is None else total
 
 
 def _cotangent(outputs: Tensor) -> Tensor:
@@ -182,16 +218,12 @@ class _Backward:
         """For each edge the gradient of ``<outputs, cotangent>``."""
         if not self.edges:
             return []
-        return list(
-            torch.autograd.grad(
-                self.outputs, self.edges, cotangent, retain_graph=True, create_graph=self.keep_graph, allow_unused=True
-            )
-        )
+        return list(gradients(self.outputs, self.edges, cotangent, self.keep_graph))
 
     def rows(self, cotangent: Tensor) -> list[Tensor | None]:
         """For each use the gradient, cut into rows."""
-        gradients = self(cotangent)
-        found = [(use, gradients[i]) for use, i in zip(self.uses, self.of_use, strict=True)]
+        at_edges = self(cotangent)
+        found = [(use, at_edges[i]) for use, i in zip(self.uses, self.of_use, strict=True)]
         return [None if g is None else use.rows(g) for use, g in found]
 
 
@@ -210,14 +242,14 @@ def _factors(
     for c in range(o):
         one = torch.zeros_like(backward.outputs)
         one[:, c] = 1
-        gradients = backward(one)
+        at_edges = backward(one)
         for k, (use, layout, edge) in enumerate(sorted_uses):
-            g = gradients[edge]
+            g = at_edges[edge]
             if k in twin or g is None:
                 continue
             value = use.reduce(g, layout.gather) if isinstance(use, SumUse) else layout.gather(use.rows(g))
             stacks[k] = _put(stacks[k], value, c, o, keep_graph)
-        del gradients
+        del at_edges
     captured = 0
     factors: dict[str, list[Factor]] = {}
     made: dict[int, Factor] = {}
@@ -249,7 +281,7 @@ def _twins(uses: Sequence[tuple[Use, Layout, int]], n: int) -> dict[int, int]:
     return {
         k: weights[edge]
         for k, (use, _, edge) in enumerate(uses)
-        if isinstance(use, SumUse) and edge in weights and use.times is None and use.sign == 1
+        if isinstance(use, SumUse) and edge in weights and use.times is None and use.scale == 1
         and use.size == use.shape[-1] and use.like == (use.shape[-1],)
     }  # fmt: skip
 

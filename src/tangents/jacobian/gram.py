@@ -42,8 +42,13 @@ class Segment:
         return [f for f in found if self.start <= f.start and f.start + f.size <= self.stop]
 
 
-def segments(blocks: Sequence[Features], name: str) -> list[Segment]:
-    """A parameter cut where no factor of any block crosses (attention projects with thirds of one weight)."""
+def segments(blocks: Sequence[Features], name: str, whole: int | None = None) -> list[Segment]:
+    """A parameter cut where no factor of any block crosses (attention projects with thirds of one weight).
+
+    ``whole``: the parameter's size, where it must not be cut.
+    """
+    if whole is not None:
+        return [Segment(name, 0, whole)]
     merged: list[tuple[int, int]] = []
     for lo, hi in sorted({f.span for b in blocks for f in b.factors.get(name, [])}):
         if merged and lo < merged[-1][1]:
@@ -64,7 +69,7 @@ def add_gram(K: Tensor, left: Sequence[Features], right: Sequence[Features] | No
         weight = prior.weights[name]
         if isinstance(weight, float) and weight == 0:
             continue
-        for segment in segments(both, name):
+        for segment in segments(both, name, _uncut(name, prior)):
             if _by_positions(segment, left, right, prior):
                 done |= _add_by_positions(K, segment, left, right, prior)
             elif _is_lookup(segment, both) and isinstance(weight, float):
@@ -92,13 +97,18 @@ def squared_norms(block: Features, prior: BoundPrior, dtype: torch.dtype) -> Ten
     """``diag(J S J^T)`` of one block, ``(n, o)``, without its other entries."""
     total = torch.zeros(block.n, block.o, dtype=dtype, device=_device(block))
     for name in prior.columns.names:
-        for segment in segments([block], name):
-            total += _segment_norms(segment, block, prior, dtype)
+        for segment in segments([block], name, _uncut(name, prior)):
+            total = total + _segment_norms(segment, block, prior, dtype)
     for name, rows in block.generic_rows().items():
-        for part in chunks(rows.shape[0], rows.shape[1] * 8):
-            scaled = scale_rows(rows[part].to(dtype), prior, name)
-            total.view(-1)[part] += scaled.square().sum(1)
+        parts = [scale_rows(rows[part].to(dtype), prior, name) for part in chunks(rows.shape[0], rows.shape[1] * 8)]
+        total = total + torch.cat([torch.linalg.vecdot(part, part) for part in parts]).view(block.n, block.o)
     return total
+
+
+def _uncut(name: str, prior: BoundPrior) -> int | None:
+    """The size of a parameter that a Kronecker prior weights: it acts on whole rows."""
+    weight = prior.weights[name]
+    return weight[0].shape[0] * weight[1].shape[0] if isinstance(weight, tuple) else None
 
 
 def scale_rows(R: Tensor, prior: BoundPrior, name: str, lo: int = 0) -> Tensor:
@@ -153,7 +163,8 @@ def _add_by_positions(
     K: Tensor, segment: Segment, left: Sequence[Features], right: Sequence[Features] | None, prior: BoundPrior
 ) -> set[str]:
     """Returns the biases whose share was added too: the rows of a bias are g itself where T = 1."""
-    bias = _companion(segment, [*left, *(right or [])], prior)
+    scalar = isinstance(prior.weights[segment.name], float)
+    bias = _companion(segment, [*left, *(right or [])], prior) if scalar else None
     for rows, block_l, columns, block_r in _block_pairs(left, right):
         x, y = segment.of(block_l)[0], segment.of(block_r)[0]
         assert isinstance(x, Outer) and isinstance(y, Outer)
@@ -264,9 +275,6 @@ def _columns(
     """Columns ``[lo, hi)`` of a segment for all blocks, ``(rows, hi - lo)``, times a root of the prior."""
     parts = [_block_columns(segment, b, lo, hi, dtype) for b in blocks]
     R = parts[0] if len(parts) == 1 else torch.cat(parts)
-    weight = prior.weights[segment.name]
-    if isinstance(weight, tuple) and (lo, hi) != (0, weight[0].shape[0] * weight[1].shape[0]):
-        raise AssertionError("a Kronecker prior acts on whole rows")
     return scale_rows(R, prior, segment.name, segment.start + lo)
 
 

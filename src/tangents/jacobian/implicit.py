@@ -5,6 +5,7 @@
   transpose is J); where it has no second derivative either, from rows
 """
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tangents.inputs import Batch, length, requires_grad, take
 from tangents.jacobian.factors import Factor
-from tangents.network import Network, math_attention
+from tangents.network import Network, Watch, custom_functions, gradients, math_attention
 from tangents.parameters import Columns
 
 AutodiffError = (RuntimeError, NotImplementedError, ValueError, TypeError)
@@ -34,7 +35,7 @@ class Abilities:
 
     def lose(self, ability: str, error: Exception) -> None:
         setattr(self, ability, False)
-        self.reasons.append(f"{ability.replace('_', ' ')}: {str(error).splitlines()[0][:200]}")
+        self.reasons.append(f"{ability.replace('_', ' ')}: {(str(error) or repr(error)).splitlines()[0][:200]}")
 
 
 class ImplicitBlock:
@@ -73,7 +74,8 @@ class ImplicitBlock:
     def graph(self) -> Tensor:
         """The outputs with their graph: one forward pass serves all products with this batch."""
         if self._graph is None:
-            self._graph = self.network.outputs_with_graph(self.batch, offset=self.offset)
+            with math_attention() if self.keep_graph else contextlib.nullcontext():
+                self._graph = self.network.outputs_with_graph(self.batch, offset=self.offset)
         return self._graph
 
     def release(self) -> None:
@@ -91,10 +93,7 @@ class ImplicitBlock:
     def _vjp(self, outputs: Tensor, u: Tensor) -> Tensor:
         if self.abilities.grad:
             try:
-                gradients = torch.autograd.grad(
-                    outputs, self.parameters, u, retain_graph=True, create_graph=self.keep_graph, allow_unused=True
-                )
-                return self._flat(gradients)
+                return self._flat(gradients(outputs, self.parameters, u, self.keep_graph))
             except RuntimeError as error:
                 if "heckpoint" not in str(error):
                     raise
@@ -112,9 +111,9 @@ class ImplicitBlock:
                 for p in self.network.parameters.values():
                     p.grad = None
 
-    def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
+    def _flat(self, found: Sequence[Tensor | None]) -> Tensor:
         parts = []
-        for p, g in zip(self.parameters, gradients, strict=True):
+        for p, g in zip(self.parameters, found, strict=True):
             parts.append(torch.zeros_like(p).reshape(-1) if g is None else g.reshape(-1))
         return torch.cat(parts) if self.keep_graph else torch.cat(parts).detach()
 
@@ -135,11 +134,15 @@ class ImplicitBlock:
                 self.abilities.lose("double_backward", error)
                 warnings.warn(
                     "J @ v goes through the rows of J, which is slow: the network has neither forward mode nor second "
-                    f"derivatives ({'; '.join(self.abilities.reasons)})",
+                    f"derivatives ({'; '.join(self.abilities.reasons)}{self._suspects()})",
                     stacklevel=2,
                 )
         rows = torch.cat(list(self.generic_rows().values()), 1)
         return (rows @ V.to(rows.dtype)).reshape(self.n, self.o, -1)
+
+    def _suspects(self) -> str:
+        names = custom_functions(self.graph())
+        return f"; its custom functions: {', '.join(names)}" if names else ""
 
     def _forward_mode(self, v: Tensor) -> Tensor:
         tangents = self.columns.unflatten(v)
@@ -147,9 +150,10 @@ class ImplicitBlock:
         others = {n: p.detach() for n, p in self.network.parameters.items() if n not in tangents}
 
         def function(chosen: dict[str, Tensor]) -> Tensor:
-            return self.network(self.batch, parameters={**others, **chosen}, offset=self.offset)
+            mode = Watch(forward=True)
+            return self.network(self.batch, mode, parameters={**others, **chosen}, offset=self.offset)
 
-        with torch.inference_mode(False), math_attention():
+        with torch.inference_mode(False), torch.enable_grad(), math_attention():
             tangents = {name: t.to(parameters[name].dtype) for name, t in tangents.items()}
             return torch.func.jvp(function, (parameters,), (tangents,))[1].detach()
 
@@ -157,8 +161,8 @@ class ImplicitBlock:
         with torch.enable_grad(), math_attention():
             outputs = self.network.outputs_with_graph(self.batch, offset=self.offset)
             u = torch.zeros_like(outputs, requires_grad=True)
-            gradients = torch.autograd.grad(outputs, self.parameters, u, create_graph=True, allow_unused=True)
-            live = [(g, name) for g, name in zip(gradients, self.columns.names, strict=True) if g is not None]
+            found = gradients(outputs, self.parameters, u, create_graph=True)
+            live = [(g, name) for g, name in zip(found, self.columns.names, strict=True) if g is not None]
             columns = []
             for j in range(V.shape[1]):
                 directions = self.columns.unflatten(V[:, j])

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tangents.errors import NonFinite
 from tangents.inputs import Batch, Inputs, length
 from tangents.jacobian.dense import DenseBlock
 from tangents.jacobian.factored import FactoredBlock, Findings
@@ -61,7 +62,12 @@ class Operator:
         # The vector decides the arithmetic: a float64 vector gets float64 sums from a float32 network's factors.
         dtype = torch.promote_types(torch.promote_types(v.dtype, self.dtype), torch.float32)
         result = self._product(v.to(dtype).unsqueeze(1) if v.dim() == 1 else v.to(dtype))
+        if not bool(torch.isfinite(result.detach().sum())) and bool(torch.isfinite(v).all()):
+            self._explain_non_finite()
         return (result.squeeze(1) if v.dim() == 1 else result).to(dtype)
+
+    def _explain_non_finite(self) -> None:
+        """Raise an error that names the input whose derivatives are not finite."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device={self.device})"
@@ -101,6 +107,14 @@ class Jacobian(Operator):
             total = value if total is None else wide(total) + value
         assert total is not None
         return total.to(U.dtype)
+
+    def _explain_non_finite(self) -> None:
+        bad = (~torch.isfinite(self.row_norms_squared())).nonzero()
+        if len(bad):
+            raise NonFinite(
+                f"the derivatives of output {int(bad[0]) % self.o} at input {int(bad[0]) // self.o} are not finite: check "
+                "that input (NaN, infinity, a root of zero?) and the weights"
+            )
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """J itself, ``(n * o, p)``."""
@@ -183,6 +197,9 @@ class TransposedJacobian(Operator):
     @property
     def T(self) -> Jacobian:
         return self._jacobian
+
+    def _explain_non_finite(self) -> None:
+        self._jacobian._explain_non_finite()
 
     def _product(self, V: Tensor) -> Tensor:
         return self._jacobian.transposed_product(V)

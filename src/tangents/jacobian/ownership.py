@@ -50,7 +50,7 @@ def _digits(n: int) -> int:
 
 
 def _as_matrix(gradient: Tensor) -> Tensor:
-    matrix = gradient.reshape(gradient.shape[0], -1)
+    matrix = gradient.flatten(1)
     return matrix.float() if matrix.dtype in (torch.bfloat16, torch.float16) else matrix
 
 

@@ -5,12 +5,14 @@ import io
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from tangents.inputs import Batch, Inputs, length
 from tangents.jacobian.factored import FactoredBlock, Findings
@@ -119,7 +121,7 @@ def count(network: Network, inputs: Inputs, findings: Findings) -> Counts:
     batch = inputs.first(PROBED)
     probed = length(batch)
     saved = _SavedBytes({p.untyped_storage().data_ptr() for p in network.parameters.values()})
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with Operations() as counter, torch.no_grad():
         network(batch)
     with saved:
         network.outputs_with_graph(batch)
@@ -128,7 +130,7 @@ def count(network: Network, inputs: Inputs, findings: Findings) -> Counts:
     item = torch.finfo(network.dtype).bits // 8
     sizes = dict(zip(network.columns.names, network.columns.sizes, strict=True))
     generic = sum(sizes[name] for name in findings.generic if name in sizes)
-    forward = max(float(counter.get_total_flops()), 2.0 * network.columns.total * probed) / probed
+    forward = max(counter.total, 2.0 * network.columns.total * probed) / probed
     return Counts(
         outputs=block.o,
         parameters=network.columns.total,
@@ -255,6 +257,20 @@ def _number_in(path: str, otherwise: int) -> int:
             return int(text.read())
     except (OSError, ValueError):
         return otherwise
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of matrix products, convolutions and attention, by torch's own formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):

@@ -100,13 +100,14 @@ class SumUse(Use):
 
     like: tuple[int, ...] = field(kw_only=True)  # w's shape, against the trailing dimensions of the output
     times: Tensor | None = None
-    sign: int = 1
+    scale: float = 1
 
     def _split(self, x: Tensor) -> Tensor:
         shape = (1,) * (len(self.shape) - len(self.like)) + self.like
         spread = [d for d, size in enumerate(shape) if size == 1]
         kept = [d for d, size in enumerate(shape) if size != 1]
-        return x.permute(spread + kept).reshape(math.prod(self.shape[d] for d in spread), -1)
+        rows, columns = (math.prod(self.shape[d] for d in dims) for dims in (spread, kept))
+        return x.permute(spread + kept).reshape(rows, columns)
 
     def rows(self, gradient: Tensor) -> Tensor:
         return self._split(gradient)
@@ -116,7 +117,7 @@ class SumUse(Use):
         rows = self.rows(gradient)
         if self.times is not None:
             rows = rows * self._split(self.times.expand(self.shape))
-        return gather(rows).sum(1) * self.sign
+        return gather(rows).sum(1) * self.scale
 
     def factor(self, gradient: Tensor, gather: Callable[[Tensor], Tensor]) -> Factor:
         return Rows(self.start, gradient)
@@ -143,7 +144,7 @@ class LookupUse(Use):
 # ---------------------------------------------------------------------------------------------------- the rules
 
 
-def _sum_use(capture: "Capture", result: Tensor, w: Tensor | None, like: Any = None, times: Tensor | None = None, sign: int = 1) -> list[Tensor]:
+def _sum_use(capture: "Capture", result: Tensor, w: Tensor | None, like: Any = None, times: Tensor | None = None, scale: float = 1) -> list[Tensor]:
     view = capture.view(w)
     if w is None or view is None:
         return []
@@ -153,7 +154,7 @@ def _sum_use(capture: "Capture", result: Tensor, w: Tensor | None, like: Any = N
     capture.uses.append(
         SumUse(
             view.name, view.start, view.size, capture.edge(result), result.shape, _watch(times),
-            like=tuple(w.shape if like is None else like), times=times, sign=sign,
+            like=tuple(w.shape if like is None else like), times=times, scale=scale,
         )
     )  # fmt: skip
     return [w]
@@ -185,9 +186,8 @@ def linear(capture: "Capture", result: Tensor, input: Tensor, weight: Tensor, bi
 
 
 def addmm(capture: "Capture", result: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, out: None = None) -> list[Tensor]:
-    if beta != 1 or alpha != 1:
-        raise NotCovered("beta or alpha other than 1")
-    return _matrix_use(capture, result, mat1, mat2, False) + _sum_use(capture, result, input)
+    a = mat1 if alpha == 1 else mat1 * alpha
+    return _matrix_use(capture, result, a, mat2, False) + _sum_use(capture, result, input, scale=beta)
 
 
 def matmul(capture: "Capture", result: Tensor, input: Tensor, other: Tensor, *, out: None = None) -> list[Tensor]:
@@ -200,16 +200,13 @@ def matmul(capture: "Capture", result: Tensor, input: Tensor, other: Tensor, *, 
 
 
 def add(capture: "Capture", result: Tensor, input: Tensor, other: Tensor | float, *, alpha: float = 1, out: None = None) -> list[Tensor]:
-    if alpha != 1:
-        raise NotCovered("alpha other than 1")
-    return [w for t in (input, other) if isinstance(t, Tensor) for w in _sum_use(capture, result, t)]
+    covered = _sum_use(capture, result, input) if isinstance(input, Tensor) else []
+    return covered + (_sum_use(capture, result, other, scale=alpha) if isinstance(other, Tensor) else [])
 
 
 def sub(capture: "Capture", result: Tensor, input: Tensor, other: Tensor | float, *, alpha: float = 1, out: None = None) -> list[Tensor]:
-    if alpha != 1:
-        raise NotCovered("alpha other than 1")
     covered = _sum_use(capture, result, input)
-    return covered + (_sum_use(capture, result, other, sign=-1) if isinstance(other, Tensor) else [])
+    return covered + (_sum_use(capture, result, other, scale=-alpha) if isinstance(other, Tensor) else [])
 
 
 def mul(capture: "Capture", result: Tensor, input: Tensor, other: Tensor | float, *, out: None = None) -> list[Tensor]:
@@ -229,10 +226,11 @@ def embedding(capture: "Capture", result: Tensor, index: Tensor, weight: Tensor,
     if view.transposed:
         raise NotCovered("a transposed table")
     padding = None if padding_idx is None else padding_idx % weight.shape[0]
+    each = index.detach().expand(result.shape[:-1])
     capture.uses.append(
         LookupUse(
             view.name, view.start, view.size, capture.edge(result), result.shape, _watch(index),
-            index=index.detach(), width=weight.shape[1], padding=padding,
+            index=each, width=weight.shape[1], padding=padding,
         )
     )  # fmt: skip
     return [weight]
