@@ -245,7 +245,7 @@ def _factors(
         at_edges = backward(one)
         for k, (use, layout, edge) in enumerate(sorted_uses):
             g = at_edges[edge]
-            if k in twin or g is None:
+            if k in twin or g is None or g.numel() == 0:  # an expert that no input was sent to
                 continue
             value = use.reduce(g, layout.gather) if isinstance(use, SumUse) else layout.gather(use.rows(g))
             stacks[k] = _put(stacks[k], value, c, o, keep_graph)
@@ -267,7 +267,7 @@ def _factors(
         if k in twin and twin[k] in made:
             weight = made[twin[k]]
             assert isinstance(weight, Outer)
-            made[k] = Rows(use.start, weight.g.sum(2) if weight.T > 1 else weight.g.squeeze(2))
+            made[k] = Rows(use.start, weight.g.squeeze(2) if weight.T == 1 else weight.g.sum(2))
     for k, (use, _, _) in enumerate(sorted_uses):
         if k in made:
             f = made[k]

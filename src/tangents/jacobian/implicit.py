@@ -20,6 +20,9 @@ from tangents.jacobian.factors import Factor
 from tangents.network import Network, Watch, custom_functions, gradients, math_attention
 from tangents.parameters import Columns
 
+# How far <u, J v> may be from <J^T u, v>, relative to the vectors' norms: rounding alone.
+AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
 AutodiffError = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
 
@@ -31,6 +34,8 @@ class Abilities:
     double_backward: bool = True
     vmap: bool = True
     grad: bool = True  # False: only .backward() works (re-entrant checkpoints)
+    checked: set[str] = field(default_factory=set)
+    told: bool = False
     reasons: list[str] = field(default_factory=list)
 
     def lose(self, ability: str, error: Exception) -> None:
@@ -122,21 +127,49 @@ class ImplicitBlock:
     def jvp(self, V: Tensor) -> Tensor:
         """``(p, k) -> (n, o, k)``."""
         V = V.to(self.network.dtype)
-        if self.abilities.forward_mode and not self.keep_graph and (self._graph is None or V.shape[1] == 1):
+        if self.keep_graph:  # torch's third derivatives are not all right (layer norm's); rows need second ones only
+            return self._by_rows(V)
+        for method in self._methods(V.shape[1]):
             try:
-                return torch.stack([self._forward_mode(V[:, j]) for j in range(V.shape[1])], 2)
+                if method not in self.abilities.checked:
+                    self._check(method)
+                return self._with(method, V)
             except AutodiffError as error:
-                self.abilities.lose("forward_mode", error)
-        if self.abilities.double_backward:
-            try:
-                return self._double_backward(V)
-            except AutodiffError as error:
-                self.abilities.lose("double_backward", error)
-                warnings.warn(
-                    "J @ v goes through the rows of J, which is slow: the network has neither forward mode nor second "
-                    f"derivatives ({'; '.join(self.abilities.reasons)}{self._suspects()})",
-                    stacklevel=2,
-                )
+                self.abilities.lose(method, error)
+        if not self.abilities.told:
+            self.abilities.told = True
+            warnings.warn(
+                "J @ v goes through the rows of J, which is slow: the network has neither forward mode nor second "
+                f"derivatives ({'; '.join(self.abilities.reasons)}{self._suspects()})",
+                stacklevel=2,
+            )
+        return self._by_rows(V)
+
+    def _methods(self, k: int) -> list[str]:
+        """In order: forward mode, and for many columns, which can share a graph, two backward passes first."""
+        order = ("forward_mode", "double_backward") if k < 3 else ("double_backward", "forward_mode")
+        return [method for method in order if getattr(self.abilities, method)]
+
+    def _with(self, method: str, V: Tensor) -> Tensor:
+        if method == "forward_mode":
+            return torch.stack([self._forward_mode(V[:, j]) for j in range(V.shape[1])], 2)
+        return self._double_backward(V)
+
+    def _check(self, method: str) -> None:
+        """Once a network: ``<u, J v> = <J^T u, v>``. Some operations lose a derivative without a word (functions that
+        are differentiable once, in-place writes, hand-written forward modes)."""
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(self.columns.total, generator=generator).to(self.network.device, self.network.dtype)
+        u = torch.randn(self.n, self.o, generator=generator).to(self.network.device, self.network.dtype)
+        product = self._with(method, v.unsqueeze(1)).squeeze(2).to(u.dtype)
+        transposed = self.vjp(u.unsqueeze(2)).squeeze(1).to(v.dtype)
+        difference = abs(float((u * product).sum() - transposed @ v))
+        size = float(u.norm() * product.norm() + transposed.norm() * v.norm() / len(v) ** 0.5)
+        if not difference <= AGREEMENT.get(self.network.precision, 1e-4) * size:
+            raise RuntimeError("it gives other products than reverse mode does")
+        self.abilities.checked.add(method)
+
+    def _by_rows(self, V: Tensor) -> Tensor:
         rows = torch.cat(list(self.generic_rows().values()), 1)
         return (rows @ V.to(rows.dtype)).reshape(self.n, self.o, -1)
 
@@ -169,11 +202,11 @@ class ImplicitBlock:
                 columns.append(
                     torch.autograd.grad(
                         [g for g, _ in live], u, [directions[name].to(g.dtype) for g, name in live],
-                        retain_graph=True, create_graph=self.keep_graph, allow_unused=True,
+                        retain_graph=True, allow_unused=True,
                     )[0]
                 )  # fmt: skip
         columns = [torch.zeros_like(u) if c is None else c for c in columns]
-        return torch.stack(columns if self.keep_graph else [c.detach() for c in columns], 2)
+        return torch.stack([c.detach() for c in columns], 2)
 
     # ------------------------------------------------------------------------------------------- rows
 

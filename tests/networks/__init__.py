@@ -1,0 +1,1 @@
+"""Networks of every kind that the table of cases puts together, by what is peculiar about them."""
