@@ -301,6 +301,8 @@ def measure_here(contestant: Contestant, device: str) -> dict[str, Any]:
     result = {"peak_bytes": peak.bytes, "memory_method": peak.method}
     del call
     gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
     planned = contestant.planned()
     return result if planned is None else {**result, "planned_bytes": planned}
 

@@ -168,6 +168,15 @@ def test_outputs_that_are_not_finite_name_the_first_input(value, batch_size, way
     fails(Cut(torch.relu), X, way, r"input 3\b", batch_size=batch_size)
 
 
+@every_way
+def test_derivatives_that_are_not_finite_are_not_taken_for_something_else(way):
+    """A square root at 0: the output is finite, its derivative is not."""
+    X = torch.rand(6, 4, dtype=torch.float64)
+    X[3] = 0
+    model = Cut(lambda f: (f - model.layer.bias).square().sum(1, keepdim=True).sqrt())
+    fails(model, X, way, "(?i)finite")
+
+
 @pytest.mark.parametrize(
     "cut",
     [

@@ -13,7 +13,7 @@ from brute import error
 from cases import case
 
 WAYS = ("factored", "implicit", "dense", "auto")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
 class Everything(nn.Module):
@@ -144,6 +144,21 @@ def test_the_inputs_are_left_alone():
     assert X.requires_grad
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_network_that_overwrites_its_inputs_does_not_overwrite_ours(way):
+    """A first activation in place, as is common: each product starts from the inputs as they were given."""
+    model, X = case("mlp").build()
+    expected = brute.jacobian(nn.Sequential(nn.LeakyReLU(0.1), model), X)
+    copy, v = X.clone(), torch.randn(expected.shape[1], dtype=torch.float64)
+    lin = tg.linearize(nn.Sequential(nn.LeakyReLU(0.1, inplace=True), model), way=way)
+    J = lin.jacobian(X)
+    for _ in range(2):
+        assert error(J @ v, expected @ v) < 1e-10
+        assert error(J.to_dense(), expected) < 1e-10
+        assert error(lin.kernel(X).to_dense(), expected @ expected.T) < 1e-10
+    assert torch.equal(X, copy)
+
+
 def test_the_modes_in_which_it_is_found_do_not_matter():
     """In training mode, half in training mode and in eval mode: one Jacobian, that of eval."""
     model, X = network()
@@ -241,6 +256,32 @@ def test_compiled_networks(way, compiled):
         J = tg.linearize(model, way=way).jacobian(X)
         assert error(J @ v, expected @ v) < 1e-10
         assert error(J.to_dense(), expected) < 1e-10
+
+
+def exported(model, X):
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    return torch.export.export(model, (X,), dynamic_shapes=shapes, strict=False).module()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda model, X: torch.fx.symbolic_trace(model),
+        lambda model, X: torch.jit.script(model),
+        exported,
+        lambda model, X: nn.DataParallel(model),
+    ],
+    ids=["fx", "scripted", "exported", "data parallel"],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_networks_in_other_forms(way, form):
+    for name in ("mlp", "cnn", "GRU batch first", "embedding"):
+        model, X = case(name).build()
+        expected = case(name).jacobian()
+        J = tg.linearize(form(model, X), way=way).jacobian(X)
+        v = torch.randn(expected.shape[1], dtype=torch.float64)
+        assert error(J @ v, expected @ v) < 1e-10, name
+        assert error(J.to_dense(), expected) < 1e-10, name
 
 
 def test_a_network_wrapped_for_distributed_training(tmp_path):

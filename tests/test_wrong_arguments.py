@@ -123,6 +123,12 @@ def test_kernels_between_networks_of_different_architectures():
         tg.linearize(model).kernel(X, X, other=other).to_dense()
 
 
+def test_kernels_between_different_choices_of_parameters():
+    model, X = case("mlp").build()
+    with pytest.raises(ValueError, match="(?i)parameter"):
+        tg.linearize(model).kernel(X, X, other=tg.linearize(model, "*.weight")).to_dense()
+
+
 def test_a_cross_kernel_has_no_spectrum():
     model, X = case("mlp").build()
     with pytest.raises(ValueError, match=r"(?i)square|symmetric"):

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from tangents.jacobian.operator import Jacobian, Operator, wide
-from tangents.network import Watch
 from tangents.likelihoods import Likelihood, as_likelihood
+from tangents.network import Watch
 
 STEPS = {torch.float64: (1e-4, 1e-5, 1e-6), torch.float32: (3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3)}
 PROBED = 8  # inputs on which the step is chosen
 
 
 class Fisher(Operator):
-    """``F = sum_i J_i^T H_i J_i``, ``(p, p)``: products by exact differentiation, or by the paper's finite differences."""
+    """``F = sum_i J_i^T H_i J_i``, ``(p, p)``: products exactly, or by the paper's finite differences."""
 
     _name = "F"
 
@@ -61,7 +61,9 @@ class Fisher(Operator):
         H = self.likelihood.hessian(outputs).to(JV.dtype)
         n, o = outputs.shape
         if H.shape != (n, o, o):
-            raise ValueError(f"the likelihood's hessian(f) must return {(n, o, o)} for f of shape {(n, o)}; got {tuple(H.shape)}")
+            raise ValueError(
+                f"the likelihood's hessian(f) must return {(n, o, o)} for f of shape {(n, o)}; got {tuple(H.shape)}"
+            )
         return H @ JV
 
     # ------------------------------------------------------------------------------------------- finite differences
@@ -73,7 +75,9 @@ class Fisher(Operator):
             self._epsilon = self._choose_step()
         return self._epsilon
 
-    def _finite_difference(self, v: Tensor, epsilon: float | None = None, batches: Callable[[], object] | None = None) -> Tensor:
+    def _finite_difference(
+        self, v: Tensor, epsilon: float | None = None, batches: Callable[[], object] | None = None
+    ) -> Tensor:
         """``F v = |v| / eps * d/dtheta' sum KL(p(f(theta)) || p(f(theta')))`` at ``theta' = theta + eps v / |v|``:
         one forward and one backward pass (the paper's eq. for ``grad KL``, corrected for the norm of v)."""
         network, norm = self.jacobian.network, float(v.norm())
@@ -86,12 +90,16 @@ class Fisher(Operator):
         for batch in self.jacobian.inputs.batches(self.jacobian.plan.batch) if batches is None else batches():  # type: ignore[attr-defined]
             with torch.no_grad():
                 f = network(batch, offset=start)
-                moved = {k: (p + step * direction[k].to(p.dtype)).requires_grad_() for k, p in network.parameters.items()}
+                moved = {
+                    k: (p + step * direction[k].to(p.dtype)).requires_grad_() for k, p in network.parameters.items()
+                }
             with torch.enable_grad():
                 padding = Watch({id(moved[k]): p for k, p in network.parameters.items()})
                 g = network(batch, padding, parameters=moved, offset=start)
                 divergence = self.likelihood.kl(f, g)  # type: ignore[attr-defined]
-                gradients = torch.autograd.grad(divergence, list(moved.values()), materialize_grads=True, allow_unused=True)
+                gradients = torch.autograd.grad(
+                    divergence, list(moved.values()), materialize_grads=True, allow_unused=True
+                )
             total += torch.cat([g.reshape(-1) for g in gradients]).to(v.dtype)
             start += len(f)
         return total * (norm / step)

@@ -23,7 +23,9 @@ def length(batch: Batch) -> int:
     if isinstance(batch, dict | list | tuple) and not batch:
         raise ValueError("the inputs are empty: at least one input is needed")
     if isinstance(batch, Tensor) and batch.dim() == 0:
-        raise ValueError("the input is a single number; it needs a leading dimension, one row an input: x.reshape(1, -1)")
+        raise ValueError(
+            "the input is a single number; it needs a leading dimension, one row an input: x.reshape(1, -1)"
+        )
     if not leaves:
         raise TypeError(
             "the inputs hold no tensor with a leading dimension: pass a tensor, a pytree (dict, tuple, list) of "

@@ -80,7 +80,9 @@ class Kernel(Operator):
                 columns = slice(place, place + other.n * other.o)
                 place = columns.stop
                 same = self.symmetric and columns == rows
-                tile = torch.zeros(rows.stop - rows.start, columns.stop - columns.start, dtype=dtype, device=self.device)
+                tile = torch.zeros(
+                    rows.stop - rows.start, columns.stop - columns.start, dtype=dtype, device=self.device
+                )
                 add_gram(tile, [block], None if same else [other], self.prior)
                 yield rows, columns, mirror(tile) if same else tile
                 if same:

@@ -83,7 +83,10 @@ def as_likelihood(likelihood: "Likelihood | str") -> Likelihood:
     if isinstance(likelihood, str):
         if likelihood not in NAMED:
             raise ValueError(f"likelihood is one of {', '.join(map(repr, NAMED))} or an object, not {likelihood!r}")
-        return NAMED[likelihood]()
+        named: Likelihood = NAMED[likelihood]()
+        return named
     if not isinstance(likelihood, Likelihood):
-        raise TypeError(f"a likelihood has a method hessian(f) that returns (n, o, o); {type(likelihood).__name__} has none")
+        raise TypeError(
+            f"a likelihood has a method hessian(f) that returns (n, o, o); {type(likelihood).__name__} has none"
+        )
     return likelihood

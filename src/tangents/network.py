@@ -1,12 +1,10 @@
 """The user's network as a function of its chosen parameters, on a private copy that shares its weights."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tangents.errors import MixesSamples, NoDerivative, NonFinite, ParametersChanged, RandomOutputs
 from tangents.inputs import Batch, length, move, take, tensors
 from tangents.parameters import Choice, Columns, choose
+from tangents.sharing import fingerprint, refuse_meta, share, tell_about_training_mode, unwrap
 
 Outputs = None | int | slice | Callable[[Any], Tensor]
 
@@ -35,12 +34,12 @@ class Network:
     """
 
     def __init__(self, model: nn.Module, params: Choice = None, outputs: Outputs = None) -> None:
-        original = _unwrap(model)
+        original = unwrap(model)
         self._original = original
         chosen = choose(original, params)
-        _refuse_meta(original)
-        _tell_about_training_mode(original)
-        self.model = _share(original, set(chosen))
+        refuse_meta(original)
+        tell_about_training_mode(original)
+        self.model = share(original, set(chosen))
         own = dict(self.model.named_parameters())
         self.parameters: dict[str, nn.Parameter] = {name: own[name] for name in chosen}
         for name, parameter in own.items():  # a scripted module is copied with its own weights
@@ -52,7 +51,7 @@ class Network:
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
         self.precision = max(floating, key=lambda dtype: torch.finfo(dtype).eps)  # of the roughest part
         self._outputs = outputs
-        self._state = _fingerprint(original)
+        self._state = fingerprint(original)
         self._lock = threading.RLock()
 
     def exclusive(self) -> contextlib.AbstractContextManager[bool]:
@@ -61,7 +60,7 @@ class Network:
 
     def check_unchanged(self) -> None:
         """Raise if the user's parameters are no longer those that were linearised."""
-        now = _fingerprint(self._original)
+        now = fingerprint(self._original)
         changed = [name for name, state in self._state.items() if now.get(name) != state]
         if changed or len(now) != len(self._state):
             raise ParametersChanged(
@@ -101,9 +100,9 @@ class Network:
             result = self(batch, mode, offset=offset)
         if not result.requires_grad:
             raise NoDerivative(
-                "the outputs do not depend differentiably on any chosen parameter (argmax, round, detach() and no_grad() "
-                "cut the dependence): linearise what comes before them, with outputs=, "
-                "or choose other parameters"
+                "the outputs do not depend differentiably on any chosen parameter (argmax, round, detach() and "
+                "no_grad() cut the dependence): linearise what comes before them, with outputs=, or choose other "
+                "parameters"
             )
         return result
 
@@ -114,11 +113,13 @@ class Network:
         if not isinstance(result, Tensor):
             raise TypeError(f"outputs= must return a tensor of shape (n, o), not {type(result).__name__}")
         if result.is_complex():
-            raise TypeError("the network's outputs are complex: linearise a real part, with outputs=lambda out: out.real")
+            raise TypeError(
+                "the network's outputs are complex: linearise a real part, with outputs=lambda out: out.real"
+            )
         if not result.is_floating_point():
             raise NoDerivative(
-                f"the network's outputs are {result.dtype}, not floating point, and have no derivative: linearise the scores that they "
-                "are made from, with outputs="
+                f"the network's outputs are {result.dtype}, not floating point, and have no derivative: linearise the "
+                "scores that they are made from, with outputs="
             )
         if result.dim() == 0 or result.shape[0] != rows:
             raise MixesSamples(
@@ -185,8 +186,9 @@ class Network:
 
 
 _MIXES = (
-    "the network mixes samples: an input's output depends on the other inputs of its batch, so its Jacobian row is not defined (batch statistics, "
-    "as of a BatchNorm without running statistics, or a mean over the batch?): make the network treat inputs one by one"
+    "the network mixes samples: an input's output depends on the other inputs of its batch, so its Jacobian row is not "
+    "defined (batch statistics, as of a BatchNorm without running statistics, or a mean over the batch?): make the "
+    "network treat inputs one by one"
 )
 
 
@@ -225,73 +227,6 @@ class Watch(TorchFunctionMode):
         return torch.where(padding.unsqueeze(-1), constant, result)
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
-    """The network inside ``torch.compile``, ``DataParallel`` or ``DistributedDataParallel``."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"linearize takes a torch.nn.Module, not {type(model).__name__}")
-    while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
-
-
-def _share(original: nn.Module, chosen: set[str]) -> nn.Module:
-    """A copy in eval mode whose parameters share the original's storage."""
-    memo: dict[int, Any] = {}
-    names = {id(p): name for name, p in original.named_parameters()}
-    for p in original.parameters():
-        needs_grad = names[id(p)] in chosen
-        same = p.requires_grad == needs_grad and not p.requires_grad
-        memo[id(p)] = p if same else nn.Parameter(p.detach(), requires_grad=needs_grad)
-    for module in original.modules():
-        for value in module.__dict__.values():
-            if isinstance(value, Tensor) and not value.is_leaf:  # weights derived by hooks: torch refuses to copy them
-                memo[id(value)] = value.detach()
-    try:
-        duplicate = copy.deepcopy(original, memo)
-    except Exception as error:
-        raise TypeError(
-            f"the network cannot be copied ({error}); linearize works on a copy that shares its weights: remove the "
-            "attribute that cannot be copied, or give its class a __deepcopy__"
-        ) from error
-    duplicate.eval()
-    for module in duplicate.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            if module.max_norm is not None:
-                raise ValueError(
-                    "an embedding with max_norm rewrites its weights whenever it is used, so there is no fixed theta to "
-                    "linearise at: set its max_norm to None"
-                )
-            module.sparse, module.scale_grad_by_freq = False, False  # they alter gradients, not the function
-    return duplicate
-
-
-def _fingerprint(model: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Identity, place and version of each parameter."""
-    return {
-        name: (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for name, p in model.named_parameters()
-    }
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(f"{name!r} is on the meta device and holds no values: load the weights first")
-
-
-def _tell_about_training_mode(model: nn.Module) -> None:
-    moody = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-    if any(m.training and isinstance(m, moody) for m in model.modules()):
-        warnings.warn(
-            "the network is in training mode and has batch norm or dropout; it is linearised in eval mode (your "
-            "network stays as it is). Call model.eval() first to silence this.",
-            stacklevel=4,
-        )
-
-
 @contextlib.contextmanager
 def _surroundings(device: torch.device) -> Iterator[None]:
     """Leave the random state as it was, and run compiled parts eagerly, so that their operations can be seen."""
@@ -327,7 +262,7 @@ def custom_functions(outputs: Tensor) -> list[str]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if issubclass(type(node), torch.autograd.function.BackwardCFunction):
             names.add(node.name().removesuffix("Backward"))
         stack += [following for following, _ in node.next_functions]
     return sorted(names)
@@ -352,8 +287,9 @@ def _only_tensor(raw: Any) -> Tensor:
         fields = dict(raw)
     elif dataclasses.is_dataclass(raw) and not isinstance(raw, type):
         fields = {field.name: getattr(raw, field.name) for field in dataclasses.fields(raw)}
-    if isinstance(fields.get("logits"), Tensor):
-        return fields["logits"]
+    logits = fields.get("logits")
+    if isinstance(logits, Tensor):
+        return logits
     found = [leaf for leaf in tree_flatten(list(fields.values()) or raw)[0] if isinstance(leaf, Tensor)]
     if len(found) == 1:
         return found[0]

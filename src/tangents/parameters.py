@@ -80,9 +80,11 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
         raise ValueError("params is an empty list: choose at least one parameter")
     chosen: set[str] = set()
     for pattern in patterns:
-        hits = {aliases[pattern]} if pattern in aliases else {
-            first_name for name, first_name in aliases.items() if fnmatch.fnmatchcase(name, pattern)
-        }
+        hits = (
+            {aliases[pattern]}
+            if pattern in aliases
+            else {first_name for name, first_name in aliases.items() if fnmatch.fnmatchcase(name, pattern)}
+        )
         if not hits:
             raise ValueError(f"no parameter matches {pattern!r}; {_near(pattern, list(aliases))}")
         chosen |= hits
@@ -108,7 +110,9 @@ def _refuse_unusable(chosen: Mapping[str, nn.Parameter]) -> None:
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run the network once on an input first")
         if p.is_complex():
-            raise TypeError(f"parameter {name!r} is complex, which tangents does not support: leave it out with params=")
+            raise TypeError(
+                f"parameter {name!r} is complex, which tangents does not support: leave it out with params="
+            )
         if not p.is_floating_point():
             raise TypeError(f"parameter {name!r} is {p.dtype}, which has no derivative: leave it out with params=")
         if p.is_meta:

@@ -98,8 +98,8 @@ class Kronecker(Prior):
             first = shape[0] if shape else 1
             if B.shape != (first, first) or A.shape != (size // max(first, 1),) * 2:
                 raise ValueError(
-                    f"the Kronecker prior of {name!r} (shape {tuple(shape)}) needs B of shape {(first, first)} and A of "
-                    f"shape {(size // max(first, 1),) * 2}; got {tuple(B.shape)} and {tuple(A.shape)}"
+                    f"the Kronecker prior of {name!r} (shape {tuple(shape)}) needs B of shape {(first, first)} and "
+                    f"A of shape {(size // max(first, 1),) * 2}; got {tuple(B.shape)} and {tuple(A.shape)}"
                 )
             result[name] = (B, A)
         return result
@@ -154,5 +154,8 @@ def _root(matrix: Tensor) -> Tensor:
     """A square root of a positive semi-definite matrix, in float64, singular ones included."""
     values, vectors = torch.linalg.eigh(matrix.double())
     if float(values[0]) < -1e-8 * max(float(values[-1].abs()), 1e-300):
-        raise ValueError(f"a Kronecker prior's factor has a negative eigenvalue ({float(values[0]):.2e}): it must be positive semi-definite")
-    return (vectors * values.clamp_min(0).sqrt()).to(matrix.dtype)
+        raise ValueError(
+            f"a Kronecker prior's factor must be positive semi-definite; it has an eigenvalue {float(values[0]):.2e}"
+        )
+    root: Tensor = vectors * values.clamp_min(0).sqrt()
+    return root.to(matrix.dtype)

@@ -18,16 +18,49 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from tangents.inputs import Batch, length
-from tangents.jacobian.rules import RULES, NotCovered, Use
+from tangents.jacobian.rules import RULES, NotCovered
+from tangents.jacobian.uses import Use
 from tangents.network import Network, math_attention
 
 # Operations whose result depends on the values of the data in *where* things go. A network that calls one may send
 # each batch another way, so what was found out on one batch is not believed on the next.
 ROUTING = frozenset(
-    "nonzero masked_select masked_scatter masked_scatter_ topk sort argsort argmax gather scatter scatter_ scatter_add "
-    "scatter_add_ scatter_reduce index_select index_add index_add_ index_copy index_copy_ index_put index_put_ take "
-    "take_along_dim unique unique_consecutive multinomial one_hot searchsorted bincount item tolist __bool__ __int__ "
-    "__float__".split()
+    [
+        "nonzero",
+        "masked_select",
+        "masked_scatter",
+        "masked_scatter_",
+        "topk",
+        "sort",
+        "argsort",
+        "argmax",
+        "gather",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "scatter_reduce",
+        "index_select",
+        "index_add",
+        "index_add_",
+        "index_copy",
+        "index_copy_",
+        "index_put",
+        "index_put_",
+        "take",
+        "take_along_dim",
+        "unique",
+        "unique_consecutive",
+        "multinomial",
+        "one_hot",
+        "searchsorted",
+        "bincount",
+        "item",
+        "tolist",
+        "__bool__",
+        "__int__",
+        "__float__",
+    ]
 )
 
 
@@ -89,7 +122,9 @@ class Capture(TorchFunctionMode):
                 self.leave(view.name, f"used by {name}, which has no rule")
         return result
 
-    def _apply(self, rule: Callable[..., list[Tensor]], name: str, result: Tensor, args: Any, kwargs: Any, used: Any) -> None:
+    def _apply(
+        self, rule: Callable[..., list[Tensor]], name: str, result: Tensor, args: Any, kwargs: Any, used: Any
+    ) -> None:
         before = len(self.uses)
         try:
             covered = {id(t) for t in rule(self, result, *args, **kwargs)}
@@ -110,7 +145,7 @@ class Capture(TorchFunctionMode):
             parameter = self.network.parameters[view.name]
             if not result._is_view() or result.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 continue
-            start = result.storage_offset() - parameter.storage_offset()
+            start = int(result.storage_offset() - parameter.storage_offset())
             flipped = result.dim() == 2 and not result.is_contiguous() and result.t().is_contiguous()
             if (result.is_contiguous() or flipped) and parameter.is_contiguous() and source.requires_grad:
                 self._views[id(result)] = (result, View(view.name, start, result.numel(), flipped))
@@ -188,6 +223,8 @@ def _without_overrides(func: types.FunctionType) -> types.FunctionType:
     The original would ask, be told that a mode is active, and hand itself to the mode again, for ever.
     """
     never = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
-    twin = types.FunctionType(func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__)
+    twin = types.FunctionType(
+        func.__code__, {**func.__globals__, **never}, func.__name__, func.__defaults__, func.__closure__
+    )
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin

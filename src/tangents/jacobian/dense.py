@@ -32,4 +32,3 @@ class DenseBlock:
 
     def release(self) -> None:
         """Nothing is held that could be made again."""
-

@@ -150,8 +150,7 @@ class Outer(Factor):
     def _matrices(self, V: Tensor) -> Tensor:
         """Columns of V as matrices ``(q, r, k)``."""
         V = self.part(V)
-        shaped = V.reshape(self.q, self.r, -1) if self.flipped else V.reshape(self.r, self.q, -1).transpose(0, 1)
-        return shaped
+        return V.reshape(self.q, self.r, -1) if self.flipped else V.reshape(self.r, self.q, -1).transpose(0, 1)
 
     def by_rows(self, k: int) -> bool:
         """Whether products with k vectors are cheaper from the formed rows."""

@@ -1,5 +1,6 @@
 """J as an operator: shape, products, rows. One class for all ways; a way is a kind of block (`factored.py` ...)."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -11,20 +12,16 @@ from tangents.errors import NonFinite
 from tangents.inputs import Batch, Inputs, length
 from tangents.jacobian.dense import DenseBlock
 from tangents.jacobian.factored import FactoredBlock, Findings
-from tangents.jacobian.factors import Factor
-from tangents.jacobian.gram import segments, squared_norms
+from tangents.jacobian.features import Features, segments
 from tangents.jacobian.implicit import ImplicitBlock
+from tangents.jacobian.norms import squared_norms
 from tangents.jacobian.plan import Plan
 from tangents.network import Network
 from tangents.priors import BoundPrior, as_prior
 
 
-class Block(Protocol):
+class Block(Features, Protocol):
     """J of one batch of inputs."""
-
-    n: int
-    o: int
-    factors: dict[str, list[Factor]]
 
     @property
     def outputs(self) -> Tensor: ...
@@ -32,7 +29,6 @@ class Block(Protocol):
     def nbytes(self) -> int: ...
     def jvp(self, V: Tensor) -> Tensor: ...
     def vjp(self, U: Tensor) -> Tensor: ...
-    def generic_rows(self) -> dict[str, Tensor]: ...
     def release(self) -> None: ...
 
 
@@ -103,7 +99,7 @@ class Jacobian(Operator):
         for block in self.blocks():
             part = U[start : start + block.n * block.o].reshape(block.n, block.o, -1)
             start += block.n * block.o
-            value = self.use(block, lambda b, part=part: b.vjp(part))
+            value = self.use(block, functools.partial(_vjp, part))
             total = value if total is None else wide(total) + value
         assert total is not None
         return total.to(U.dtype)
@@ -112,8 +108,8 @@ class Jacobian(Operator):
         bad = (~torch.isfinite(self.row_norms_squared())).nonzero()
         if len(bad):
             raise NonFinite(
-                f"the derivatives of output {int(bad[0]) % self.o} at input {int(bad[0]) // self.o} are not finite: check "
-                "that input (NaN, infinity, a root of zero?) and the weights"
+                f"the derivatives of output {int(bad[0]) % self.o} at input {int(bad[0]) // self.o} are not finite: "
+                "check that input (NaN, infinity, a root of zero?) and the weights"
             )
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -206,6 +202,10 @@ class TransposedJacobian(Operator):
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         return self._jacobian.to_dense(dtype).T
+
+
+def _vjp(U: Tensor, block: Block) -> Tensor:
+    return block.vjp(U)
 
 
 def accumulator(device: torch.device) -> torch.dtype:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 BASE = 16  # digits 0 to 15: gradients scaled by up to 2^15 stay in range
 
+SKETCHED = 4  # numbers by which a row is recognised
+
 NOBODY, SHARED = -1, -2
 
 
@@ -25,7 +27,7 @@ def owners(backward: Callable[[Tensor], Sequence[Tensor | None]], cotangent: Ten
     ``backward`` maps a cotangent ``(n, o)`` to each operation's gradient, cut into rows ``(R, ...)``.
     """
     n = cotangent.shape[0]
-    base = [None if g is None else _as_matrix(g) for g in backward(cotangent)]
+    base = [None if g is None else _sketch(g) for g in backward(cotangent)]
     result = [torch.zeros(0 if g is None else g.shape[0], dtype=torch.long, device=cotangent.device) for g in base]
     shared = [torch.zeros_like(r, dtype=torch.bool) for r in result]
     index = torch.arange(n, device=cotangent.device)
@@ -34,7 +36,7 @@ def owners(backward: Callable[[Tensor], Sequence[Tensor | None]], cotangent: Ten
         coded = backward(cotangent * torch.exp2(digit.to(cotangent.dtype)).unsqueeze(1))
         for found, several, plain, scaled in zip(result, shared, base, coded, strict=True):
             if plain is not None and scaled is not None:
-                value, clash = _digit(plain, _as_matrix(scaled))
+                value, clash = _digit(plain, _sketch(scaled))
                 found += value * BASE**place
                 several |= clash
     for found, several, plain in zip(result, shared, base, strict=True):
@@ -49,9 +51,14 @@ def _digits(n: int) -> int:
     return max(1, math.ceil(math.log(n, BASE) - 1e-12))
 
 
-def _as_matrix(gradient: Tensor) -> Tensor:
+def _sketch(gradient: Tensor) -> Tensor:
+    """A few random combinations of each row's entries: they scale as the row does, and are far fewer to look at."""
     matrix = gradient.flatten(1)
-    return matrix.float() if matrix.dtype in (torch.bfloat16, torch.float16) else matrix
+    matrix = matrix.float() if matrix.dtype in (torch.bfloat16, torch.float16) else matrix
+    if matrix.shape[1] <= SKETCHED:
+        return matrix
+    mix = torch.randn(matrix.shape[1], SKETCHED, generator=torch.Generator().manual_seed(0))
+    return matrix @ mix.to(matrix)
 
 
 def _digit(plain: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor]:

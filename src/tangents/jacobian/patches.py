@@ -28,14 +28,18 @@ class Window:
         if padding == "same":
             total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
             before = tuple(t // 2 for t in total)
-            return cls(tuple(kernel), stride, before, tuple(t - b for t, b in zip(total, before, strict=True)), dilation)
+            return cls(
+                tuple(kernel), stride, before, tuple(t - b for t, b in zip(total, before, strict=True)), dilation
+            )
         padding = (0,) * dims if padding == "valid" else _each(padding, dims)
         return cls(tuple(kernel), stride, padding, padding, dilation)
 
     @property
     def pointwise(self) -> bool:
         """Each position sees itself alone."""
-        return all(k == 1 for k in self.kernel) and all(s == 1 for s in self.stride) and not any(self.before + self.after)
+        return (
+            all(k == 1 for k in self.kernel) and all(s == 1 for s in self.stride) and not any(self.before + self.after)
+        )
 
     @property
     def places(self) -> int:
@@ -47,8 +51,13 @@ class Window:
             return x.flatten(2).transpose(1, 2)
         pads = [p for pair in zip(reversed(self.before), reversed(self.after), strict=True) for p in pair]
         # What the stride leaves over at the end is cut; what a transposed convolution's output padding lacks is added.
-        reach = [(t - 1) * s + d * (k - 1) + 1 for t, s, d, k in zip(positions, self.stride, self.dilation, self.kernel, strict=True)]
-        missing = [r - (size + b + a) for r, size, b, a in zip(reach, x.shape[2:], self.before, self.after, strict=True)]
+        reach = [
+            (t - 1) * s + d * (k - 1) + 1
+            for t, s, d, k in zip(positions, self.stride, self.dilation, self.kernel, strict=True)
+        ]
+        missing = [
+            r - (size + b + a) for r, size, b, a in zip(reach, x.shape[2:], self.before, self.after, strict=True)
+        ]
         for d, extra in enumerate(reversed(missing)):
             pads[2 * d + 1] += max(extra, 0)
         x = F.pad(x, pads) if any(pads) else x.contiguous()

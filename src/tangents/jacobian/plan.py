@@ -5,19 +5,20 @@ import io
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.utils._pytree import tree_map
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tangents.inputs import Batch, Inputs, length
 from tangents.jacobian.factored import FactoredBlock, Findings
 from tangents.jacobian.factors import WORKSPACE, Factor, Lookup, Outer
-from tangents.jacobian.gram import ROW_CHUNK
+from tangents.jacobian.features import ROW_CHUNK
 from tangents.network import Network
 
 WAYS = ("factored", "implicit", "dense")
@@ -242,8 +243,8 @@ def free_memory(device: torch.device) -> int:
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     free = 4 * 2**30
     try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
         for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
             free = min(free, _number_in(path, free))
     except (OSError, StopIteration):
@@ -253,8 +254,7 @@ def free_memory(device: torch.device) -> int:
 
 def _number_in(path: str, otherwise: int) -> int:
     try:
-        with open(path) as text:
-            return int(text.read())
+        return int(Path(path).read_text())
     except (OSError, ValueError):
         return otherwise
 
@@ -263,7 +263,7 @@ class Operations(TorchDispatchMode):
     """Counts the operations of matrix products, convolutions and attention, by torch's own formulas."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
