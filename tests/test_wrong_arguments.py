@@ -125,7 +125,7 @@ def test_kernels_between_networks_of_different_architectures():
 
 def test_kernels_between_different_choices_of_parameters():
     model, X = case("mlp").build()
-    with pytest.raises(ValueError, match="(?i)parameter"):
+    with pytest.raises(ValueError, match=r"(?i)parameter"):
         tg.linearize(model).kernel(X, X, other=tg.linearize(model, "*.weight")).to_dense()
 
 

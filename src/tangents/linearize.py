@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tangents.fisher import Fisher
-from tangents.inputs import Inputs, length, read_inputs, signature
+from tangents.inputs import Batch, Inputs, length, read_inputs, signature, tensors
 from tangents.jacobian import plan as planning
 from tangents.jacobian.factored import Findings
 from tangents.jacobian.operator import Jacobian
@@ -111,11 +111,23 @@ class Linearization:
     def _read(self, X: Any) -> Inputs:
         self.network.check_unchanged()
         inputs = read_inputs(X)
+        if inputs.whole is not None:
+            self._refuse_other_device(inputs.whole)
         enough = min(inputs.n, 3)
         if enough > self._separate:
             self.network.check_separates_samples(inputs.first(enough))
             self._separate = enough
         return inputs
+
+    def _refuse_other_device(self, batch: Batch) -> None:
+        """Batches that are streamed are moved as they come; what is given whole is the caller's to place."""
+        device = self.network.device
+        for leaf in tensors(batch):
+            if leaf.device != device:
+                raise ValueError(
+                    f"the network is on {device} and the inputs on {leaf.device}: try X.to({str(device)!r}), or pass a "
+                    "DataLoader, whose batches are moved as they come"
+                )
 
     def _plan(self, inputs: Inputs) -> planning.Plan:
         key = signature(inputs.first(1))
