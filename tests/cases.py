@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import brute
-from networks import images, plain, sequences, tricky
+from networks import folds, hidden, images, plain, sequences
 
 N = 5  # inputs of a case; some networks have as many steps, so that sizes tell nothing
 
@@ -246,31 +246,33 @@ SEQUENCES = [
     Case("relative positions", sequences.RelativePositions, numbers(4, 4)),
 ]
 
-TRICKY = [
-    Case("as many steps as inputs", tricky.SequenceFirst, numbers(N, 3)),
-    Case("time-major fold", tricky.TimeMajor, numbers(4, 3)),
-    Case("time-major fold, square", tricky.TimeMajor, numbers(N, 3)),
-    Case("windows in the batch", lambda: tricky.Windows(False), numbers(2, 4, 4)),
-    Case("windows before the batch", lambda: tricky.Windows(True), numbers(2, 4, 4)),
-    Case("permuted rows", lambda: tricky.Permuted(False), numbers(4)),
-    Case("sorted rows", lambda: tricky.Permuted(True), numbers(4)),
-    Case("doubled batch", tricky.DoubledBatch, numbers(4)),
-    Case("experts", tricky.Experts, numbers(3, 3)),
-    Case("ragged", tricky.Ragged, named(x=numbers(4, 3), padding=padding(4))),
-    Case("early exit", tricky.EarlyExit, numbers(4)),
-    Case("batch in the channels", tricky.BatchInChannels, numbers(2, 4)),
-    Case("forces of an energy", tricky.Forces, numbers(4)),
-    Case("two kinds of use", tricky.TwoKindsOfUse, numbers(4)),
-    Case("straight through", tricky.StraightThrough, numbers(4)),
-    Case("mapped over rows", tricky.MappedOverRows, numbers(4)),
-    Case("hypernetwork, shared", tricky.SharedHyper, numbers(4)),
-    Case("hypernetwork, of each input", tricky.OwnHyper, numbers(4)),
-    Case("custom functions", tricky.CustomFunctions, numbers(4)),
-    Case("checkpoint", lambda: tricky.Checkpointed(False), numbers(4)),
-    Case("re-entrant checkpoint", lambda: tricky.Checkpointed(True), numbers(4)),
-    Case("output in place", tricky.InPlaceOnOutput, numbers(4)),
-    Case("input in place", tricky.InPlaceOnInput, numbers(4)),
-    Case("written into a buffer", tricky.WrittenIntoBuffer, numbers(4)),
+HIDING = [
+    Case("as many steps as inputs", folds.SequenceFirst, numbers(N, 3)),
+    Case("time-major fold", folds.TimeMajor, numbers(4, 3)),
+    Case("time-major fold, square", folds.TimeMajor, numbers(N, 3)),
+    Case("windows in the batch", lambda: folds.Windows(False), numbers(2, 4, 4)),
+    Case("windows before the batch", lambda: folds.Windows(True), numbers(2, 4, 4)),
+    Case("permuted rows", lambda: folds.Permuted(False), numbers(4)),
+    Case("sorted rows", lambda: folds.Permuted(True), numbers(4)),
+    Case("ranked rows", folds.Ranked, numbers(4)),
+    Case("doubled batch", folds.DoubledBatch, numbers(4)),
+    Case("experts", folds.Experts, numbers(3, 3)),
+    Case("ragged", folds.Ragged, named(x=numbers(4, 3), padding=padding(4))),
+    Case("early exit", folds.EarlyExit, numbers(4)),
+    Case("batch in the channels", folds.BatchInChannels, numbers(2, 4)),
+    Case("forces of an energy", hidden.Forces, numbers(4)),
+    Case("two kinds of use", hidden.TwoKindsOfUse, numbers(4)),
+    Case("straight through", hidden.StraightThrough, numbers(4)),
+    Case("mapped over rows", hidden.MappedOverRows, numbers(4)),
+    Case("hypernetwork, shared", folds.SharedHyper, numbers(4)),
+    Case("hypernetwork, of each input", folds.OwnHyper, numbers(4)),
+    Case("custom functions", hidden.CustomFunctions, numbers(4)),
+    Case("gated", hidden.Gated, numbers(4)),
+    Case("checkpoint", lambda: hidden.Checkpointed(False), numbers(4)),
+    Case("re-entrant checkpoint", lambda: hidden.Checkpointed(True), numbers(4)),
+    Case("output in place", hidden.InPlaceOnOutput, numbers(4)),
+    Case("input in place", hidden.InPlaceOnInput, numbers(4)),
+    Case("written into a buffer", hidden.WrittenIntoBuffer, numbers(4)),
 ]
 
 EXPRESSIONS = [
@@ -278,7 +280,7 @@ EXPRESSIONS = [
     for name, formula in plain.EXPRESSIONS.items()
 ]
 
-CASES = [*PLAIN, *EXPRESSIONS, *IMAGES, *SEQUENCES, *TRICKY]
+CASES = [*PLAIN, *EXPRESSIONS, *IMAGES, *SEQUENCES, *HIDING]
 
 
 def case(name):

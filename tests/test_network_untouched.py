@@ -212,7 +212,7 @@ def test_two_threads_on_one_network(way):
 
     def work():
         errors = []
-        for _ in range(4):
+        for _ in range(12):
             barrier.wait(timeout=60)
             J = tg.linearize(model, way=way).jacobian(X)
             errors += [error(J @ v, expected @ v), error(J.T @ u, expected.T @ u)]

@@ -8,6 +8,7 @@ from torch import nn
 import brute
 import tangents as tg
 from cases import shaken
+from prior_matrices import PRIORS
 
 ACTIVATIONS = (nn.Tanh, nn.GELU, nn.Softplus, nn.Identity, lambda: nn.ReLU(inplace=True))
 WAYS = st.sampled_from(["factored", "implicit", "dense", "auto"])
@@ -179,3 +180,46 @@ def test_on_images(network, n, way, batch_size):
 @given(network=sequences(), **options)
 def test_on_sequences(network, n, way, batch_size):
     agrees(network, n, way, batch_size)
+
+
+class Words(nn.Module):
+    """Embedding, residual layers used twice and a norm, at sizes that make either formula for a block the cheaper."""
+
+    def __init__(self, vocabulary, d, width, tied):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(vocabulary, d), nn.LayerNorm(width)
+        self.up, self.down, self.head = nn.Linear(d, width), nn.Linear(width, d), nn.Linear(d, vocabulary)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        h = self.embed(tokens)
+        h = h + self.down(torch.tanh(self.norm(self.up(h))))
+        return self.head((h + self.down(torch.tanh(self.up(h)))).mean(1))[:, :3]
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.tuples(*[st.sampled_from(s) for s in ([3, 40], [1, 3, 16], [2, 24], [1, 2, 30], [1, 4, 9])]),
+    tied=st.booleans(),
+    prior=st.sampled_from([None, *PRIORS]),
+    memory_limit=st.sampled_from([None, 10_000, 1_000_000]),
+    way=WAYS,
+)
+def test_kernels_of_any_size_with_priors_and_little_memory(sizes, tied, prior, memory_limit, way):
+    vocabulary, d, width, length, n = sizes
+    torch.manual_seed(sum(sizes))
+    model = shaken(Words(vocabulary, d, width, tied).double())
+    X, X2 = (torch.randint(0, vocabulary, (rows, length)) for rows in (n, 5))
+    J, J2 = brute.jacobian(model, X), brute.jacobian(model, X2)
+    S = matrix = None
+    if prior:
+        S, matrix = PRIORS[prior](brute.chosen(model), torch.Generator().manual_seed(2))
+    lin = tg.linearize(model, way=way, memory_limit=memory_limit)
+    K, cross = lin.kernel(X, prior=S), lin.kernel(X, X2, prior=S)
+    u = torch.randn(len(J2), 2, dtype=torch.float64)
+    expected = brute.kernel(J, matrix)
+    assert brute.error(K.to_dense(), expected) < 1e-9
+    assert brute.error(K.diagonal(), expected.diagonal()) < 1e-9
+    assert brute.error(cross @ u, brute.kernel(J, matrix, J2) @ u) < 1e-9
+    assert brute.error(cross.to_dense(), brute.kernel(J, matrix, J2)) < 1e-9

@@ -72,6 +72,15 @@ class Inputs:
         self.n = count
         self._read = read
         self.whole = whole  # the pytree itself, or None where the data is streamed
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return [leaf._version for leaf in tensors(self.whole) if not leaf.is_inference()]
+
+    def check_unchanged(self) -> None:
+        """Raise if the inputs were overwritten in place since they were read."""
+        if self._now() != self._versions:
+            raise ValueError("the inputs were overwritten in place since this operator was made: make it again")
 
     def batches(self, size: int) -> Iterator[Batch]:
         """The inputs in order, at most ``size`` at a time."""

@@ -51,6 +51,7 @@ class Network:
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
         self.precision = max(floating, key=lambda dtype: torch.finfo(dtype).eps)  # of the roughest part
         self._outputs = outputs
+        self._overwrites = False  # its inputs
         self._state = fingerprint(original)
         self._lock = threading.RLock()
 
@@ -81,7 +82,8 @@ class Network:
         """
         rows = length(batch)
         with self._lock, _surroundings(self.device), mode or Watch():
-            args, kwargs = _arguments(move(batch, self.device))
+            batch = move(batch, self.device)
+            args, kwargs = _arguments(tree_map(self._own, batch))
             try:
                 if parameters is None:
                     raw = self.model(*args, **kwargs)
@@ -93,6 +95,10 @@ class Network:
             result = self._select(raw, rows)
         _refuse_non_finite(result, offset)
         return result
+
+    def _own(self, leaf: Any) -> Any:
+        """An input, or a copy where it would be overwritten, or where autodiff cannot keep it."""
+        return _cloned(leaf) if isinstance(leaf, Tensor) and (self._overwrites or leaf.is_inference()) else leaf
 
     def outputs_with_graph(self, batch: Batch, mode: TorchFunctionMode | None = None, offset: int = 0) -> Tensor:
         """The outputs, recorded for differentiation with respect to the chosen parameters."""
@@ -144,7 +150,8 @@ class Network:
         exact zeros: no other input may have a gradient.
         """
         count = length(batch)
-        probe = take(batch, slice(0, min(count, 3)))
+        probe = tree_map(_cloned, take(batch, slice(0, min(count, 3))))
+        self._notice_overwriting(probe)
         tolerance = TOLERANCE.get(self.precision, 1e-4)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             together = self(probe)
@@ -168,6 +175,14 @@ class Network:
             raise MixesSamples(_MIXES)
         self._check_gradients_separate(probe)
 
+    def _notice_overwriting(self, probe: Batch) -> None:
+        """A network that works in place on its inputs is run on copies of them from here on."""
+        with torch.inference_mode(False), torch.no_grad():
+            scratch = tree_map(_cloned, probe)
+            before = [leaf._version for leaf in tensors(scratch)]
+            self(scratch)
+            self._overwrites = before != [leaf._version for leaf in tensors(scratch)]
+
     def _check_gradients_separate(self, probe: Batch) -> None:
         floating = [leaf for leaf in tensors(probe) if leaf.is_floating_point()]
         if not floating:
@@ -178,10 +193,10 @@ class Network:
             if not result.requires_grad:
                 return
             try:
-                gradients = torch.autograd.grad(result[0].sum(), list(copies.values()), allow_unused=True)
+                found = torch.autograd.grad(result[0].sum(), list(copies.values()), allow_unused=True)
             except RuntimeError:
                 return  # some operation on the way to the inputs has no derivative; the values have been compared
-        if any(g is not None and bool((g[1:] != 0).any()) for g in gradients):
+        if any(g is not None and bool(((g[1:] != 0) & ~g[1:].isnan()).any()) for g in found):
             raise MixesSamples(_MIXES)
 
 
@@ -238,12 +253,18 @@ def _surroundings(device: torch.device) -> Iterator[None]:
 
 
 def gradients(
-    outputs: Tensor, inputs: Sequence[Any], cotangent: Tensor, create_graph: bool = False
+    outputs: Tensor, inputs: Sequence[Any], cotangent: Tensor, create_graph: bool = False, batched: bool = False
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad``, the graph kept, with an error of ours where an operation has no derivative."""
     try:
         return torch.autograd.grad(
-            outputs, inputs, cotangent, retain_graph=True, create_graph=create_graph, allow_unused=True
+            outputs,
+            inputs,
+            cotangent,
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
+            is_grads_batched=batched,
         )
     except (RuntimeError, NotImplementedError) as error:
         if "not implemented" in str(error):
@@ -252,6 +273,24 @@ def gradients(
                 "with outputs=, or choose parameters that come after it"
             ) from error
         raise
+
+
+def random_cotangent(outputs: Tensor) -> Tensor:
+    """Random numbers in the outputs' shape, the same each time, that leave the user's random state alone."""
+    u = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return u.to(outputs.device, outputs.dtype)
+
+
+def refuse_non_finite_derivatives(network: "Network", batch: Batch, offset: int = 0) -> None:
+    """Name the first input whose own derivatives are not finite."""
+    for i in range(length(batch)):
+        outputs = network.outputs_with_graph(take(batch, slice(i, i + 1)), offset=offset + i)
+        found = gradients(outputs, list(network.parameters.values()), torch.ones_like(outputs))
+        if not all(g is None or bool(torch.isfinite(g).all()) for g in found):
+            raise NonFinite(
+                f"the derivatives at input {offset + i} are not finite though its outputs are: check that input "
+                "(infinity, a square root of zero?) and the weights"
+            )
 
 
 def custom_functions(outputs: Tensor) -> list[str]:
@@ -271,6 +310,10 @@ def custom_functions(outputs: Tensor) -> list[str]:
 def math_attention() -> contextlib.AbstractContextManager[None]:
     """Attention by plain operations: the fused kernels have neither forward mode nor second derivatives."""
     return sdpa_kernel(SDPBackend.MATH)
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:

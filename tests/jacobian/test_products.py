@@ -6,6 +6,7 @@ import torch
 import tangents as tg
 from brute import error, jacobian
 from cases import CASES, by_name, case, cast
+from networks import folds
 
 WAYS = ("factored", "implicit", "dense", "auto")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -107,6 +108,31 @@ def test_routing_is_found_anew_for_every_batch(name, batch_size):
         expected = jacobian(model, X)
         assert error(lin.jacobian(X).to_dense(), expected) < 1e-10, seed
         assert error(lin.kernel(X).to_dense(), expected @ expected.T) < 1e-10, seed
+
+
+def test_an_order_that_was_found_on_one_batch_is_not_believed_on_the_next():
+    """The first inputs are in order and stay where they are, the next ones do not."""
+    model, X = case("ranked rows").build()
+    lin = tg.linearize(model, way="factored")
+    for inputs in (X[X[:, 0].argsort()], X[X[:, 0].argsort(descending=True)], X, -X):
+        assert error(lin.jacobian(inputs).to_dense(), jacobian(model, inputs)) < 1e-10
+
+
+def test_dead_units_in_one_batch_leave_open_whose_rows_are_whose_in_the_next():
+    """Two inputs of two steps, steps first: with one live row, steps first and inputs first look the same."""
+    model = folds.Rectified().double()
+    lin = tg.linearize(model, way="factored")
+    for inputs in ([[1.0, -1.0], [-1.0, -1.0]], [[1.0, 2.0], [3.0, 4.0]], [[-1.0, 2.0], [3.0, -4.0]]):
+        X = torch.tensor(inputs, dtype=torch.float64).unsqueeze(2)
+        assert error(lin.jacobian(X).to_dense(), jacobian(model, X)) < 1e-10
+
+
+def test_a_use_of_a_weight_that_only_later_inputs_show():
+    """In the first batch all gates are open, and what is behind them has gradient zero."""
+    model, X = case("gated").build()
+    lin = tg.linearize(model, way="factored")
+    for inputs in (X.abs(), X, -X.abs()):
+        assert error(lin.jacobian(inputs).to_dense(), jacobian(model, inputs)) < 1e-10
 
 
 def test_embedding_padding_rows_have_gradient_zero_in_every_product():

@@ -7,21 +7,21 @@ disagree, go through `implicit.py` on their own, and the two add up.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from tangents.inputs import Batch, length, requires_grad, signature
+from tangents.jacobian.assembly import Backward, assemble
 from tangents.jacobian.capture import Capture, watch
-from tangents.jacobian.factors import Factor, Outer, Rows
+from tangents.jacobian.factors import Factor
 from tangents.jacobian.implicit import Abilities, ImplicitBlock
 from tangents.jacobian.ownership import SHARED, Layout, owners
-from tangents.jacobian.uses import MatrixUse, SumUse, Use
-from tangents.network import Network, custom_functions, gradients
+from tangents.jacobian.uses import Use
+from tangents.network import Network, custom_functions, gradients, random_cotangent, refuse_non_finite_derivatives
 
 # How far factors may be from automatic differentiation, relative to the gradient: rounding, not a wrong factor.
 AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -32,8 +32,7 @@ class Findings:
     """What was found out about one network's operations, kept from batch to batch."""
 
     generic: dict[str, str] = field(default_factory=dict)  # parameter -> why it goes the generic way
-    layouts: dict[Any, Layout | None] = field(default_factory=dict)
-    checked: set[Any] = field(default_factory=set)
+    layouts: dict[Any, list[Layout | None]] = field(default_factory=dict)
     told: bool = False  # that some parameters have no influence
     spread: dict[Any, bool] = field(default_factory=dict)  # whether tables can be read for each input
     abilities: Abilities = field(default_factory=Abilities)
@@ -51,21 +50,15 @@ class FactoredBlock:
         for name, reason in capture.generic.items():
             findings.generic.setdefault(name, reason)
         uses = [use for use in capture.uses if use.name not in findings.generic]
-        believe = not capture.routed
         if "CheckpointFunction" in custom_functions(outputs):
             reason = "the network has a re-entrant checkpoint, which hides its operations"
             findings.generic.update(dict.fromkeys(network.columns.names, reason))
             uses = []
-        backward = _Backward(outputs, uses, keep_graph)
-        key = (signature(batch), tuple((u.name, u.start, u.shape) for u in uses))
-        layouts = self._layouts(backward, uses, findings, key if believe else None)
-        uses = [u for u in uses if u.name not in findings.generic]
-        self.factors, self.captured_bytes = _factors(backward, uses, layouts, self.o, keep_graph)
-        if not keep_graph and not (believe and key in findings.checked):
-            self._check(outputs, findings)
-            findings.checked.add(key)
-        for name in findings.generic:
-            self.factors.pop(name, None)
+        self._backward = Backward(outputs, uses, keep_graph)
+        self._build(
+            uses, findings, None if capture.routed else signature(batch), Truth(network, batch, outputs, findings)
+        )
+        del self._backward  # and with it the graph
         self.outputs = outputs if keep_graph else outputs.detach()
         names = [name for name in network.columns.names if name in findings.generic]
         self.generic = ImplicitBlock(network, batch, findings.abilities, self.o, names, offset) if names else None
@@ -111,54 +104,57 @@ class FactoredBlock:
         spans = [parts[name] for name in self.generic.columns.names]
         return torch.cat([torch.arange(s.start, s.stop, device=device) for s in spans])
 
-    def _layouts(
-        self, backward: "_Backward", uses: Sequence[Use], findings: Findings, key: Any | None
-    ) -> list[Layout | None]:
-        """How each use's rows sort by input; None where no gradient came. Shared rows send a parameter away."""
-        if key is not None and key in findings.layouts:
-            return findings.layouts[key]  # type: ignore[return-value]
-        found = owners(backward.rows, _cotangent(backward.outputs)) if uses and self.n > 1 else None
-        layouts: list[Layout | None] = []
-        for i, use in enumerate(uses):
-            if found is None:
-                layouts.append(Layout(1, 1, -1))
-            elif found[i].numel() == 0:
-                layouts.append(None)
-            elif bool((found[i] == SHARED).any()):
-                findings.generic[use.name] = (
-                    "several inputs own one row of its operation (a table that all inputs share)"
-                )
-                layouts.append(None)
-            else:
-                layouts.append(Layout.of(found[i], self.n))
-        kept = [(layout, u) for layout, u in zip(layouts, uses, strict=True) if u.name not in findings.generic]
-        layouts = [layout for layout, _ in kept]
-        if key is not None and all(layout is None or layout.index is None for layout in layouts):
-            findings.layouts[(key[0], tuple((u.name, u.start, u.shape) for _, u in kept))] = layouts  # type: ignore[assignment]
-        return layouts
+    def _build(self, uses: list[Use], findings: Findings, place: Any | None, truth: "Truth") -> None:
+        """Factors that agree with automatic differentiation. The order of rows that was found on an earlier batch of
+        the same shapes (``place``) is tried first; where it fails, it is found anew; what fails then goes the generic
+        way. Every batch is compared: what is hidden in one (by a gate, by dead units) may show in the next."""
+        key = None if place is None else (place, tuple((u.name, u.start, u.shape) for u in uses))
+        known = findings.layouts.get(key)
+        if known is not None:
+            self.factors, self.captured_bytes = assemble(self._backward, uses, known)
+            if not truth.differing(self.factors):
+                return
+        layouts, shared = self._layouts(uses)
+        kept = [(u, layout) for u, layout in zip(uses, layouts, strict=True) if u.name not in shared]
+        self.factors, self.captured_bytes = assemble(self._backward, [u for u, _ in kept], [x for _, x in kept])
+        wrong = shared | {name: why for name, why in truth.differing(self.factors).items() if name not in shared}
+        findings.generic.update(wrong)
+        for name in wrong:
+            self.factors.pop(name, None)
+        if key is not None and not wrong and all(layout is None or layout.certain for layout in layouts):
+            findings.layouts[key] = layouts
 
-    def _check(self, outputs: Tensor, findings: Findings) -> None:
-        """Compare ``J^T u`` from the factors with automatic differentiation, parameter by parameter."""
-        u = _cotangent(outputs)
-        names = [name for name in self._network.columns.names if name not in findings.generic]
-        parameters = [self._network.parameters[name] for name in names]
-        if not names:
+    def _layouts(self, uses: Sequence[Use]) -> tuple[list[Layout | None], dict[str, str]]:
+        """How each use's rows sort by input (None where no gradient came), and the parameters whose rows are shared."""
+        if self.n == 1 or not uses:
+            return [Layout(1, 1, -1) for _ in uses], {}
+        layouts: list[Layout | None] = []
+        shared: dict[str, str] = {}
+        found = owners(self._backward.rows, random_cotangent(self._backward.outputs))
+        for use, owner in zip(uses, found, strict=True):
+            if bool((owner == SHARED).any()):
+                shared[use.name] = "several inputs own one row of its operation (a table that all inputs share)"
+            layouts.append(Layout.of(owner, self.n) if owner.numel() and use.name not in shared else None)
+        return layouts, shared
+
+
+class Truth:
+    """``J^T u`` for a random u by automatic differentiation, parameter by parameter: what factors must agree with."""
+
+    def __init__(self, network: Network, batch: Batch, outputs: Tensor, findings: Findings, offset: int = 0) -> None:
+        self._network, self._outputs = network, outputs
+        self._u = random_cotangent(outputs).unsqueeze(2)
+        self._names = [name for name in network.columns.names if name not in findings.generic]
+        if not self._names:
             return
-        truth, idle = gradients(outputs, parameters, u), []
+        found = gradients(outputs, [network.parameters[name] for name in self._names], self._u.squeeze(2))
+        self._found = dict(zip(self._names, found, strict=True))
+        norms = [float(g.double().norm()) for g in found if g is not None]
+        if not math.isfinite(sum(norms)):
+            refuse_non_finite_derivatives(network, batch, offset)
         # A gradient that cancels (a weight before a norm that undoes its scale) is rounding beside the others.
-        noise = 100 * torch.finfo(self._network.precision).eps * _norm(truth)
-        for name, exact in zip(names, truth, strict=True):
-            size = self._network.parameters[name].numel()
-            mine = _assembled(self.factors.get(name, []), size, u.unsqueeze(2)).squeeze(1).double()
-            want = torch.zeros_like(mine) if exact is None else exact.reshape(-1).double()
-            if exact is None:
-                idle.append(name)
-            error_norm, norm = float((mine - want).norm()), float(want.norm())
-            if not error_norm <= AGREEMENT.get(self._network.precision, 1e-3) * norm + noise:
-                findings.generic[name] = (
-                    "no operation that uses it was seen (a custom Function, a script?)" if name not in self.factors
-                    else f"its factors differ from automatic differentiation by {error_norm / max(norm, 1e-300):.1e}"
-                )  # fmt: skip
+        self._noise = 100 * torch.finfo(network.precision).eps * math.hypot(*norms)
+        idle = [name for name, g in self._found.items() if g is None]
         if idle and not findings.told:
             findings.told = True
             warnings.warn(
@@ -167,9 +163,24 @@ class FactoredBlock:
                 stacklevel=2,
             )
 
-
-def _norm(found: Sequence[Tensor | None]) -> float:
-    return math.sqrt(sum(float(g.double().square().sum()) for g in found if g is not None))
+    def differing(self, factors: Mapping[str, Sequence[Factor]]) -> dict[str, str]:
+        """The parameters whose factors are wrong, and by how much."""
+        wrong: dict[str, str] = {}
+        for name in self._names:
+            with torch.no_grad():
+                mine = _assembled(factors.get(name, []), self._network.parameters[name].numel(), self._u)
+            exact = self._found[name]
+            want = torch.zeros_like(mine) if exact is None else exact.reshape(-1, 1)
+            difference, norm = float((mine.double() - want.double()).norm()), float(want.double().norm())
+            if difference <= AGREEMENT.get(self._network.precision, 1e-3) * norm + self._noise:
+                continue
+            if name in factors:
+                wrong[name] = (
+                    f"its factors differ from automatic differentiation by {difference / max(norm, 1e-300):.1e}"
+                )
+            else:
+                wrong[name] = "no operation that uses it was seen (a custom Function, a script?)"
+        return wrong
 
 
 def _watch(network: Network, batch: Batch, offset: int, keep_graph: bool, findings: Findings) -> tuple[Tensor, Capture]:
@@ -200,125 +211,3 @@ def _assembled(factors: Sequence[Factor], size: int, U: Tensor) -> Tensor:
             value = torch.nn.functional.pad(value, (0, 0, f.start, size - f.start - f.size))
         total = value if total is None else total + value
     return U.new_zeros(size, U.shape[2]) if total is None else total
-
-
-def _cotangent(outputs: Tensor) -> Tensor:
-    """Random numbers that leave the user's random state alone."""
-    generator = torch.Generator().manual_seed(0)
-    u = torch.randn(outputs.shape, generator=generator, dtype=torch.float32)
-    return u.to(outputs.device, outputs.dtype)
-
-
-class _Backward:
-    """Gradients at the captured operations' outputs."""
-
-    def __init__(self, outputs: Tensor, uses: Sequence[Use], keep_graph: bool) -> None:
-        self.outputs, self.uses, self.keep_graph = outputs, uses, keep_graph
-        self.edges: list[GradientEdge] = []
-        place: dict[tuple[Any, int], int] = {}
-        self.of_use: list[int] = []
-        for use in uses:
-            key = (use.edge.node, use.edge.output_nr)
-            if key not in place:
-                place[key] = len(self.edges)
-                self.edges.append(use.edge)
-            self.of_use.append(place[key])
-
-    def __call__(self, cotangent: Tensor) -> list[Tensor | None]:
-        """For each edge the gradient of ``<outputs, cotangent>``."""
-        if not self.edges:
-            return []
-        return list(gradients(self.outputs, self.edges, cotangent, self.keep_graph))
-
-    def rows(self, cotangent: Tensor) -> list[Tensor | None]:
-        """For each use the gradient, cut into rows."""
-        at_edges = self(cotangent)
-        found = [(use, at_edges[i]) for use, i in zip(self.uses, self.of_use, strict=True)]
-        return [None if g is None else use.rows(g) for use, g in found]
-
-
-def _factors(
-    backward: _Backward, uses: Sequence[Use], layouts: Sequence[Layout | None], o: int, keep_graph: bool
-) -> tuple[dict[str, list[Factor]], int]:
-    """One backward pass for each output, its gradients sorted by input; then one factor for each use.
-
-    Also the bytes of all factors before any is narrowed to its rows: what the capture held at once.
-    """
-    n = backward.outputs.shape[0]
-    edge_of = {id(use): i for use, i in zip(backward.uses, backward.of_use, strict=True)}
-    sorted_uses = [(use, layout, edge_of[id(use)]) for use, layout in zip(uses, layouts, strict=True) if layout]
-    stacks: list[Tensor | list[Tensor] | None] = [None] * len(sorted_uses)
-    twin = _twins(sorted_uses, n)
-    for c in range(o):
-        one = torch.zeros_like(backward.outputs)
-        one[:, c] = 1
-        at_edges = backward(one)
-        for k, (use, layout, edge) in enumerate(sorted_uses):
-            g = at_edges[edge]
-            if k in twin or g is None or g.numel() == 0:  # an expert that no input was sent to
-                continue
-            value = use.reduce(g, layout.gather) if isinstance(use, SumUse) else layout.gather(use.rows(g))
-            stacks[k] = _put(stacks[k], value, c, o, keep_graph)
-        del at_edges
-    captured = 0
-    factors: dict[str, list[Factor]] = {}
-    made: dict[int, Factor] = {}
-    for k, (use, layout, _) in enumerate(sorted_uses):
-        if k in twin:
-            continue
-        stack, stacks[k] = stacks[k], None
-        if stack is not None:
-            if isinstance(stack, list):
-                stack = torch.stack(stack + [torch.zeros_like(stack[0])] * (o - len(stack)), 1)
-            f = use.factor(stack, layout.gather)
-            captured += stack.numel() * stack.element_size() + f.nbytes
-            made[k] = f.narrowed() if isinstance(f, Outer) and not keep_graph and k not in twin.values() else f
-    for k, (use, _, _) in enumerate(sorted_uses):
-        if k in twin and twin[k] in made:
-            weight = made[twin[k]]
-            assert isinstance(weight, Outer)
-            made[k] = Rows(use.start, weight.g.squeeze(2) if weight.T == 1 else weight.g.sum(2))
-    for k, (use, _, _) in enumerate(sorted_uses):
-        if k in made:
-            f = made[k]
-            factors.setdefault(use.name, []).append(f.narrowed() if isinstance(f, Outer) and not keep_graph else f)
-    return {name: _merge(found) for name, found in factors.items()}, captured
-
-
-def _twins(uses: Sequence[tuple[Use, Layout, int]], n: int) -> dict[int, int]:
-    """Biases whose gradient is that of their weight's operation: use -> the weight's use."""
-    weights = {edge: k for k, (use, _, edge) in enumerate(uses) if isinstance(use, MatrixUse) and not use.columns}
-    return {
-        k: weights[edge]
-        for k, (use, _, edge) in enumerate(uses)
-        if isinstance(use, SumUse) and edge in weights and use.times is None and use.scale == 1
-        and use.size == use.shape[-1] and use.like == (use.shape[-1],)
-    }  # fmt: skip
-
-
-def _put(stack: Any, value: Tensor, c: int, o: int, keep_graph: bool) -> Any:
-    """Output c's share: into a buffer ``(n, o, ...)``, or a list where autodiff must see through."""
-    if keep_graph:
-        before = stack if stack is not None else []
-        return [*before, *[torch.zeros_like(value)] * (c - len(before)), value]
-    if stack is None:
-        stack = value.new_zeros(value.shape[0], o, *value.shape[1:])
-    stack[:, c] = value
-    return stack
-
-
-def _merge(factors: list[Factor]) -> list[Factor]:
-    """Uses of the same weight become one factor, with more positions."""
-    merged: list[Factor] = []
-    for f in factors:
-        last = merged[-1] if merged else None
-        if isinstance(f, Rows) and isinstance(last, Rows) and f.span == last.span:
-            merged[-1] = Rows(f.start, last.values + f.values)
-        elif (
-            isinstance(f, Outer) and isinstance(last, Outer) and f.span == last.span
-            and f.flipped == last.flipped and f.window is None and last.window is None
-        ):  # fmt: skip
-            merged[-1] = Outer(f.start, torch.cat([last.a, f.a], 1), torch.cat([last.g, f.g], 2), flipped=f.flipped)
-        else:
-            merged.append(f)
-    return merged

@@ -96,16 +96,16 @@ def rooted(f: Outer, rows: slice, dtype: torch.dtype, root: Weight) -> tuple[Ten
 
 
 def column_chunks(
-    segment: Segment, blocks: Sequence[Features], K: Tensor, prior: BoundPrior
+    segment: Segment, blocks: Sequence[Features], bytes_each: int, prior: BoundPrior
 ) -> Iterator[tuple[int, int]]:
-    """Column ranges whose rows fit a bounded block, in whole units of every factor's width."""
+    """Column ranges that fit a bounded block at so many bytes a column, in whole units of every factor's width."""
     size = segment.stop - segment.start
     if isinstance(prior.weights[segment.name], tuple):
         yield 0, size
         return
     width = max((f.width for b in blocks for f in segment.of(b)), default=1)
     units = -(-size // width)
-    for part in chunks(units, K.element_size() * sum(b.n * b.o for b in blocks) * width, ROW_CHUNK):
+    for part in chunks(units, bytes_each * width, ROW_CHUNK):
         yield part.start * width, min(part.stop * width, size)
 
 

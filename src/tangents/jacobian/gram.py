@@ -31,36 +31,74 @@ from tangents.priors import BoundPrior, Weight
 def add_gram(K: Tensor, left: Sequence[Features], right: Sequence[Features] | None, prior: BoundPrior) -> None:
     """Add ``J S J'^T`` to K, in K's dtype. ``right=None`` means ``left``: then only K's lower tiles are filled."""
     both = [*left, *(right or [])]
-    generic = _generic_names(left, right)
+    generic = _generic_names(both)
+    rows = _RowProducts(K, both, symmetric=right is None)
     done: set[str] = set()
     for name in prior.columns.names:
-        if name in generic or name in done:
-            continue
         weight = prior.weights[name]
-        if isinstance(weight, float) and weight == 0:
+        if name in done or (isinstance(weight, float) and weight == 0):
+            continue
+        if name in generic:
+            _add_generic(rows, name, left, right, prior)
             continue
         for segment in segments(both, name, uncut(name, prior)):
             if _by_positions(segment, left, right, prior):
                 done |= _add_by_positions(K, segment, left, right, prior)
             elif only_lookups(segment, both) and isinstance(weight, float):
-                _add_lookups(K, segment, left, right, weight)
+                _add_lookups(rows, segment, left, right, weight)
             else:
-                _add_by_rows(K, segment, left, right, prior)
-    if generic:
-        L = _generic_rows(left, generic, prior, K.dtype)
-        add_product(K, L, None if right is None else _generic_rows(right, generic, prior, K.dtype))
+                _add_by_rows(rows, segment, left, right, prior)
+    rows.multiply()
 
 
-def add_product(K: Tensor, L: Tensor, R: Tensor | None = None, alpha: float = 1.0) -> None:
-    """``K += alpha L R^T``; for ``R = L`` (None) in panels that end at the diagonal, about half of the work."""
+class _RowProducts:
+    """Columns of J, of one parameter after another, multiplied as soon as they fill a bounded block: few products, and
+    large ones, where the parameters are small and many."""
+
+    def __init__(self, K: Tensor, blocks: Sequence[Features], symmetric: bool) -> None:
+        self.K, self.symmetric = K, symmetric
+        self.rows = sum(b.n * b.o for b in blocks)
+        self._left: list[Tensor] = []
+        self._right: list[Tensor] = []
+        self._bytes = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.K.dtype
+
+    def chunks(self, columns: int, width: int = 1) -> Iterator[tuple[int, int]]:
+        """Ranges of columns that fit a block, in multiples of ``width``."""
+        for part in chunks(-(-columns // width), self.K.element_size() * self.rows * width, ROW_CHUNK):
+            yield part.start * width, min(part.stop * width, columns)
+
+    def add(self, L: Tensor, R: Tensor | None) -> None:
+        self._left.append(L)
+        if R is not None:
+            self._right.append(R)
+        self._bytes += self.rows * L.shape[1] * L.element_size()
+        if self._bytes >= ROW_CHUNK // 2:
+            self.multiply()
+
+    def multiply(self) -> None:
+        if self._left:
+            add_product(self.K, _side_by_side(self._left), None if self.symmetric else _side_by_side(self._right))
+        self._left, self._right, self._bytes = [], [], 0
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def add_product(K: Tensor, L: Tensor, R: Tensor | None = None) -> None:
+    """``K += L R^T``; for ``R = L`` (None) in panels that end at the diagonal, about half of the work."""
     if R is not None:
-        K.addmm_(L, R.T, alpha=alpha)
+        K.addmm_(L, R.T)
         return
     m = L.shape[0]
-    step = max(128, -(-m // 12))
+    step = max(128, -(-m // 16))
     for i in range(0, m, step):
         j = min(i + step, m)
-        K[i:j, :j].addmm_(L[i:j], L[:j].T, alpha=alpha)
+        K[i:j, :j].addmm_(L[i:j], L[:j].T)
 
 
 # ------------------------------------------------------------------------------------------- which formula
@@ -171,15 +209,19 @@ def _add_tile(
 
 
 def _add_by_rows(
-    K: Tensor, segment: Segment, left: Sequence[Features], right: Sequence[Features] | None, prior: BoundPrior
+    rows: _RowProducts,
+    segment: Segment,
+    left: Sequence[Features],
+    right: Sequence[Features] | None,
+    prior: BoundPrior,
 ) -> None:
-    for lo, hi in column_chunks(segment, [*left, *(right or [])], K, prior):
-        L = columns_of(segment, left, lo, hi, prior, K.dtype)
-        add_product(K, L, None if right is None else columns_of(segment, right, lo, hi, prior, K.dtype))
+    for lo, hi in column_chunks(segment, [*left, *(right or [])], rows.rows * rows.K.element_size(), prior):
+        L = columns_of(segment, left, lo, hi, prior, rows.dtype)
+        rows.add(L, None if right is None else columns_of(segment, right, lo, hi, prior, rows.dtype))
 
 
 def _add_lookups(
-    K: Tensor, segment: Segment, left: Sequence[Features], right: Sequence[Features] | None, weight: float
+    rows: _RowProducts, segment: Segment, left: Sequence[Features], right: Sequence[Features] | None, weight: float
 ) -> None:
     """Tables by rows of those entries alone that both sides read."""
     chosen = _entries(segment, left)
@@ -188,11 +230,11 @@ def _add_lookups(
     widths = [f.width for b in left for f in segment.of(b)]
     if not widths or len(chosen) == 0:
         return
-    rows = K.shape[0] + (0 if right is None else K.shape[1])
-    for part in chunks(len(chosen), K.element_size() * rows * widths[0], ROW_CHUNK):
-        L = _entry_columns(segment, left, chosen[part], widths[0], K.dtype)
-        R = None if right is None else _entry_columns(segment, right, chosen[part], widths[0], K.dtype)
-        add_product(K, L, R, weight)
+    for lo, hi in rows.chunks(len(chosen) * widths[0], widths[0]):
+        part = chosen[lo // widths[0] : hi // widths[0]]
+        L = _entry_columns(segment, left, part, widths[0], rows.dtype)
+        R = None if right is None else _entry_columns(segment, right, part, widths[0], rows.dtype)
+        rows.add(L if weight == 1 else L * weight**0.5, R if weight == 1 or R is None else R * weight**0.5)
 
 
 def _entries(segment: Segment, blocks: Sequence[Features]) -> Tensor:
@@ -216,22 +258,27 @@ def _entry_columns(
 # ------------------------------------------------------------------------------------------- the generic way
 
 
-def _generic_names(left: Sequence[Features], right: Sequence[Features] | None) -> list[str]:
-    names: dict[str, None] = {}
-    for block in [*left, *(right or [])]:
-        names.update(dict.fromkeys(block.generic_rows()))
-    return list(names)
+def _generic_names(blocks: Sequence[Features]) -> set[str]:
+    return {name for block in blocks for name in block.generic_rows()}
 
 
-def _generic_rows(blocks: Sequence[Features], names: list[str], prior: BoundPrior, dtype: torch.dtype) -> Tensor:
-    sizes = dict(zip(prior.columns.names, prior.columns.sizes, strict=True))
-    result = []
+def _add_generic(
+    rows: _RowProducts, name: str, left: Sequence[Features], right: Sequence[Features] | None, prior: BoundPrior
+) -> None:
+    size = dict(zip(prior.columns.names, prior.columns.sizes, strict=True))[name]
+    for lo, hi in rows.chunks(size, size if uncut(name, prior) else 1):
+        L = _generic_columns(left, name, lo, hi, prior, rows.dtype)
+        rows.add(L, None if right is None else _generic_columns(right, name, lo, hi, prior, rows.dtype))
+
+
+def _generic_columns(
+    blocks: Sequence[Features], name: str, lo: int, hi: int, prior: BoundPrior, dtype: torch.dtype
+) -> Tensor:
+    parts = []
     for block in blocks:
-        rows, parts = block.generic_rows(), []
-        for name in names:
-            found = rows.get(name)
-            if found is None:  # another block's values sent this parameter the generic way; here it has factors
-                found = block_columns(Segment(name, 0, sizes[name]), block, 0, sizes[name], dtype)
-            parts.append(scale_rows(found.to(dtype), prior, name))
-        result.append(torch.cat(parts, 1))
-    return torch.cat(result)
+        found = block.generic_rows().get(name)
+        if found is None:  # another block's values sent this parameter the generic way; here it has factors
+            parts.append(block_columns(Segment(name, 0, hi), block, lo, hi, dtype))
+        else:
+            parts.append(found[:, lo:hi].to(dtype))
+    return scale_rows(parts[0] if len(parts) == 1 else torch.cat(parts), prior, name, lo)

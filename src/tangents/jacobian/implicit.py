@@ -6,6 +6,8 @@
 """
 
 import contextlib
+import math
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,13 +17,25 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tangents.errors import NonFinite
 from tangents.inputs import Batch, length, requires_grad, take
 from tangents.jacobian.factors import Factor
-from tangents.network import Network, Watch, custom_functions, gradients, math_attention
+from tangents.network import (
+    Network,
+    Watch,
+    custom_functions,
+    gradients,
+    math_attention,
+    random_cotangent,
+    refuse_non_finite_derivatives,
+)
 from tangents.parameters import Columns
 
 # How far <u, J v> may be from <J^T u, v>, relative to the vectors' norms: rounding alone.
 AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+# torch keeps the level of forward mode in one place for all threads: two at once give wrong numbers.
+_FORWARD_MODE = threading.RLock()
 
 AutodiffError = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
@@ -134,6 +148,8 @@ class ImplicitBlock:
                 if method not in self.abilities.checked:
                     self._check(method)
                 return self._with(method, V)
+            except NonFinite:
+                raise
             except AutodiffError as error:
                 self.abilities.lose(method, error)
         if not self.abilities.told:
@@ -158,12 +174,14 @@ class ImplicitBlock:
     def _check(self, method: str) -> None:
         """Once a network: ``<u, J v> = <J^T u, v>``. Some operations lose a derivative without a word (functions that
         are differentiable once, in-place writes, hand-written forward modes)."""
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(self.columns.total, generator=generator).to(self.network.device, self.network.dtype)
-        u = torch.randn(self.n, self.o, generator=generator).to(self.network.device, self.network.dtype)
+        v = torch.randn(self.columns.total, generator=torch.Generator().manual_seed(0))
+        v = v.to(self.network.device, self.network.dtype)
+        u = random_cotangent(self.graph())
         product = self._with(method, v.unsqueeze(1)).squeeze(2).to(u.dtype)
         transposed = self.vjp(u.unsqueeze(2)).squeeze(1).to(v.dtype)
         difference = abs(float((u * product).sum() - transposed @ v))
+        if not math.isfinite(difference):
+            refuse_non_finite_derivatives(self.network, self.batch, self.offset)
         size = float(u.norm() * product.norm() + transposed.norm() * v.norm() / len(v) ** 0.5)
         # Derivatives that cancel (a weight before a norm that undoes its scale) are rounding: compare with all of J's.
         noise = 100 * torch.finfo(self.network.precision).eps * self._gradient_norm(u) * float(v.norm())
@@ -195,7 +213,8 @@ class ImplicitBlock:
 
         with torch.inference_mode(False), torch.enable_grad(), math_attention():
             tangents = {name: t.to(parameters[name].dtype) for name, t in tangents.items()}
-            product: Tensor = torch.func.jvp(function, (parameters,), (tangents,))[1]
+            with _FORWARD_MODE:
+                product: Tensor = torch.func.jvp(function, (parameters,), (tangents,))[1]
             return product.detach()
 
     def _double_backward(self, V: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def _segment_norms(segment: Segment, block: Features, prior: BoundPrior, dtype: 
         norms = _lookup_norms([f for f in segment.of(block) if isinstance(f, Lookup)], dtype)
         return norms * weight
     total = torch.zeros(block.n, block.o, dtype=dtype, device=device_of(block))
-    for lo, hi in column_chunks(segment, [block], total, prior):
+    for lo, hi in column_chunks(segment, [block], total.numel() * total.element_size(), prior):
         R = columns_of(segment, [block], lo, hi, prior, dtype)
         total += torch.linalg.vecdot(R, R).reshape(block.n, block.o)
     return total

@@ -133,6 +133,7 @@ class Jacobian(Operator):
         """J batch by batch: from memory where the plan keeps them, else worked out anew. ``keep=False`` for what is
         done once, so that nothing is kept that was not already."""
         self.network.check_unchanged()
+        self.inputs.check_unchanged()
         if keep and self.plan.keep and self._kept is None:
             with self._lock:
                 if self._kept is None:

@@ -83,6 +83,7 @@ class Layout:
     before: int = 1
     after: int = 1
     index: Tensor | None = None  # (n, T), into the rows; R where there is none
+    certain: bool = True  # that rows without a gradient on this batch lie so too
 
     @classmethod
     def of(cls, owner: Tensor, n: int) -> "Layout":
@@ -92,15 +93,20 @@ class Layout:
         position = torch.arange(rows, device=owner.device)
         if rows % n == 0:
             per_input = rows // n
-            for after in sorted((d for d in range(1, per_input + 1) if per_input % d == 0), reverse=True):
-                if bool((position.div(after, rounding_mode="floor") % n == owner)[known].all()):
-                    return cls(n, per_input // after, after)
+            folds = [
+                after
+                for after in range(per_input, 0, -1)
+                if per_input % after == 0
+                and bool((position.div(after, rounding_mode="floor") % n == owner)[known].all())
+            ]
+            if folds:  # inputs first, where dead rows leave more than one
+                return cls(n, per_input // folds[0], folds[0], certain=len(folds) == 1 or bool(known.all()))
         lists = [position[owner == i] for i in range(n)]
         longest = max(1, *(len(rows_of) for rows_of in lists)) if n > 1 else max(1, len(lists[0]))
         index = torch.full((n, longest), rows, dtype=torch.long, device=owner.device)
         for i, rows_of in enumerate(lists):
             index[i, : len(rows_of)] = rows_of
-        return cls(n, index=index)
+        return cls(n, index=index, certain=False)
 
     def gather(self, x: Tensor) -> Tensor:
         """Rows ``(R, ...)`` sorted by input ``(n, T, ...)``; gaps are zero."""
