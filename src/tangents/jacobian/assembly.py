@@ -79,7 +79,11 @@ def assemble(
     for c, at_edges in enumerate(backward.each_output()):
         for k, (use, layout, edge) in enumerate(sorted_uses):
             g = at_edges[edge]
-            if k in twin or g is None or g.numel() == 0:  # an expert that no input was sent to
+            if k in twin:
+                continue
+            if g is None or g.numel() == 0:  # an expert that no input was sent to, an output that does not reach it
+                if isinstance(stacks[k], Tensor):
+                    stacks[k][:, c] = 0  # type: ignore[index,call-overload]
                 continue
             value = use.reduce(g, layout.gather) if isinstance(use, SumUse) else layout.gather(use.rows(g))
             stacks[k] = _put(stacks[k], value, c, o, keep_graph)
@@ -125,7 +129,8 @@ def _put(stack: Any, value: Tensor, c: int, o: int, keep_graph: bool) -> Any:
         before = stack if stack is not None else []
         return [*before, *[torch.zeros_like(value)] * (c - len(before)), value]
     if stack is None:
-        stack = value.new_zeros(value.shape[0], o, *value.shape[1:])
+        stack = value.new_empty(value.shape[0], o, *value.shape[1:])
+        stack[:, :c] = 0  # outputs that did not reach it
     stack[:, c] = value
     return stack
 

@@ -52,6 +52,10 @@ class Factor:
     def columns(self, lo: int, hi: int, dtype: torch.dtype | None = None) -> Tensor:
         raise NotImplementedError
 
+    def write_columns(self, lo: int, hi: int, out: Tensor) -> None:
+        """The same into ``out``, ``(n, o, hi - lo)``."""
+        out.copy_(self.columns(lo, hi, out.dtype))
+
     def rows(self) -> Tensor:
         """All columns ``(n, o, size)``."""
         return self.columns(0, self.size)
@@ -90,6 +94,9 @@ class Rows(Factor):
 
     def columns(self, lo: int, hi: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.values[:, :, lo:hi].to(dtype or self.values.dtype)
+
+    def write_columns(self, lo: int, hi: int, out: Tensor) -> None:
+        out.copy_(self.values[:, :, lo:hi])
 
     def row_operations(self) -> float:
         return 0.0
@@ -204,10 +211,13 @@ class Outer(Factor):
         return torch.bmm(g, a).reshape(b, self.o, -1)
 
     def columns(self, lo: int, hi: int, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or self.g.dtype
-        scratch = torch.finfo(dtype).bits // 8 * self.T * (self.q + self.o * self.r)
-        parts = [self._columns(rows, lo, hi, dtype) for rows in chunks(self.n, scratch, 4 * WORKSPACE)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = torch.empty(self.n, self.o, hi - lo, dtype=dtype or self.g.dtype, device=self.g.device)
+        self.write_columns(lo, hi, out)
+        return out
+
+    def write_columns(self, lo: int, hi: int, out: Tensor) -> None:
+        for rows in chunks(self.n, out.element_size() * self.T * (self.q + self.o * self.r)):
+            out[rows] = self._columns(rows, lo, hi, out.dtype)
 
     def row_operations(self) -> float:
         return 2.0 * self.n * self.o * self.T * self.size

@@ -109,31 +109,29 @@ def column_chunks(
         yield part.start * width, min(part.stop * width, size)
 
 
-def columns_of(
-    segment: Segment, blocks: Sequence[Features], lo: int, hi: int, prior: BoundPrior, dtype: torch.dtype
-) -> Tensor:
-    """Columns ``[lo, hi)`` of a segment for all blocks, ``(rows, hi - lo)``, times a root of the prior."""
-    parts = [block_columns(segment, b, lo, hi, dtype) for b in blocks]
-    R = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return scale_rows(R, prior, segment.name, segment.start + lo)
+def write_columns(segment: Segment, lo: int, hi: int, prior: BoundPrior, block: Features, out: Tensor) -> None:
+    """Columns ``[lo, hi)`` of a segment, times a root of the prior, into ``out``, ``(n * o, hi - lo)``."""
+    found, generic = segment.of(block), block.generic_rows().get(segment.name)
+    if generic is not None:
+        out.copy_(generic[:, segment.start + lo : segment.start + hi])
+    elif len(found) == 1 and (found[0].start, found[0].size) == (segment.start, segment.stop - segment.start):
+        found[0].write_columns(lo, hi, out.unflatten(0, (block.n, block.o)))
+    else:
+        out.zero_()
+        for f in found:
+            shift = f.start - segment.start
+            a, b = max(lo, shift), min(hi, shift + f.size)
+            if a < b:
+                out[:, a - lo : b - lo].add_(f.columns(a - shift, b - shift, out.dtype).reshape(-1, b - a))
+    scaled = scale_rows(out, prior, segment.name, segment.start + lo)
+    if scaled is not out:
+        out.copy_(scaled)
 
 
-def block_columns(segment: Segment, block: Features, lo: int, hi: int, dtype: torch.dtype) -> Tensor:
-    total: Tensor | None = None
-    for f in segment.of(block):
-        shift = f.start - segment.start
-        a, b = max(lo, shift), min(hi, shift + f.size)
-        if a >= b:
-            continue
-        values = f.columns(a - shift, b - shift, dtype)
-        if (a, b) != (lo, hi):
-            wide = values.new_zeros(block.n, block.o, hi - lo)
-            wide[:, :, a - lo : b - lo] = values
-            values = wide
-        total = values if total is None else total + values
-    if total is None:
-        total = torch.zeros(block.n, block.o, hi - lo, dtype=dtype, device=device_of(block))
-    return total.reshape(block.n * block.o, hi - lo)
+def columns_of(segment: Segment, block: Features, lo: int, hi: int, prior: BoundPrior, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(block.n * block.o, hi - lo, dtype=dtype, device=device_of(block))
+    write_columns(segment, lo, hi, prior, block, out)
+    return out
 
 
 def device_of(block: Features) -> torch.device:

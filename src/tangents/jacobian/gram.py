@@ -4,7 +4,8 @@
 - **rows**: form a bounded chunk of this parameter's columns, multiply, add, drop
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,16 +15,13 @@ from tangents.jacobian.features import (
     ROW_CHUNK,
     Features,
     Segment,
-    block_columns,
     column_chunks,
-    columns_of,
-    device_of,
     only_lookups,
     rooted,
-    scale_rows,
     segments,
     single_outers,
     uncut,
+    write_columns,
 )
 from tangents.priors import BoundPrior, Weight
 
@@ -31,62 +29,75 @@ from tangents.priors import BoundPrior, Weight
 def add_gram(K: Tensor, left: Sequence[Features], right: Sequence[Features] | None, prior: BoundPrior) -> None:
     """Add ``J S J'^T`` to K, in K's dtype. ``right=None`` means ``left``: then only K's lower tiles are filled."""
     both = [*left, *(right or [])]
-    generic = _generic_names(both)
-    rows = _RowProducts(K, both, symmetric=right is None)
+    generic = {name for block in both for name in block.generic_rows()}
+    sizes = dict(zip(prior.columns.names, prior.columns.sizes, strict=True))
+    rows = _RowProducts(K, left, right, prior)
     done: set[str] = set()
     for name in prior.columns.names:
         weight = prior.weights[name]
         if name in done or (isinstance(weight, float) and weight == 0):
             continue
         if name in generic:
-            _add_generic(rows, name, left, right, prior)
+            rows.add_columns(Segment(name, 0, sizes[name]))
             continue
         for segment in segments(both, name, uncut(name, prior)):
             if _by_positions(segment, left, right, prior):
                 done |= _add_by_positions(K, segment, left, right, prior)
             elif only_lookups(segment, both) and isinstance(weight, float):
-                _add_lookups(rows, segment, left, right, weight)
+                rows.add_entries(segment, weight)
             else:
-                _add_by_rows(rows, segment, left, right, prior)
+                rows.add_columns(segment)
     rows.multiply()
 
 
 class _RowProducts:
-    """Columns of J, of one parameter after another, multiplied as soon as they fill a bounded block: few products, and
-    large ones, where the parameters are small and many."""
+    """Columns of J, of one parameter after another, side by side in a bounded buffer that is multiplied and emptied
+    when it is full: few products, and large ones, where the parameters are small and many."""
 
-    def __init__(self, K: Tensor, blocks: Sequence[Features], symmetric: bool) -> None:
-        self.K, self.symmetric = K, symmetric
-        self.rows = sum(b.n * b.o for b in blocks)
-        self._left: list[Tensor] = []
-        self._right: list[Tensor] = []
-        self._bytes = 0
+    def __init__(
+        self, K: Tensor, left: Sequence[Features], right: Sequence[Features] | None, prior: BoundPrior
+    ) -> None:
+        self.K, self.prior = K, prior
+        self.sides = [left] if right is None else [left, right]
+        self.bytes_each = K.element_size() * sum(b.n * b.o for side in self.sides for b in side)  # of a column
+        self.capacity = max(1, min(ROW_CHUNK // self.bytes_each, prior.columns.total))
+        self._buffers: list[Tensor] | None = None
+        self._filled = 0
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.K.dtype
+    def add_columns(self, segment: Segment) -> None:
+        blocks = [b for side in self.sides for b in side]
+        for lo, hi in column_chunks(segment, blocks, self.bytes_each, self.prior):
+            self._add(hi - lo, functools.partial(write_columns, segment, lo, hi, self.prior))
 
-    def chunks(self, columns: int, width: int = 1) -> Iterator[tuple[int, int]]:
-        """Ranges of columns that fit a block, in multiples of ``width``."""
-        for part in chunks(-(-columns // width), self.K.element_size() * self.rows * width, ROW_CHUNK):
-            yield part.start * width, min(part.stop * width, columns)
+    def add_entries(self, segment: Segment, weight: float) -> None:
+        """Of a table, the entries alone that both sides read."""
+        chosen = _entries(segment, self.sides[0])
+        if len(self.sides) > 1:
+            chosen = chosen[torch.isin(chosen, _entries(segment, self.sides[1]))]
+        width = max((f.width for b in self.sides[0] for f in segment.of(b)), default=0)
+        for part in chunks(len(chosen), self.bytes_each * max(width, 1), ROW_CHUNK):
+            entries = chosen[part]
+            self._add(len(entries) * width, functools.partial(_write_entries, segment, entries, weight))
 
-    def add(self, L: Tensor, R: Tensor | None) -> None:
-        self._left.append(L)
-        if R is not None:
-            self._right.append(R)
-        self._bytes += self.rows * L.shape[1] * L.element_size()
-        if self._bytes >= ROW_CHUNK // 2:
+    def _add(self, width: int, write: Callable[[Features, Tensor], None]) -> None:
+        """Let every block write its rows of the next columns."""
+        if self._filled + width > self.capacity:
             self.multiply()
+        if self._buffers is None or self._buffers[0].shape[1] < width:
+            columns = max(self.capacity, width)
+            self._buffers = [self.K.new_empty(sum(b.n * b.o for b in side), columns) for side in self.sides]
+        for side, buffer in zip(self.sides, self._buffers, strict=True):
+            for rows, block in _placed(side):
+                write(block, buffer[rows, self._filled : self._filled + width])
+        self._filled += width
 
     def multiply(self) -> None:
-        if self._left:
-            add_product(self.K, _side_by_side(self._left), None if self.symmetric else _side_by_side(self._right))
-        self._left, self._right, self._bytes = [], [], 0
-
-
-def _side_by_side(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if self._buffers is not None and self._filled:
+            used = [buffer[:, : self._filled] for buffer in self._buffers]
+            add_product(self.K, used[0], used[1] if len(used) > 1 else None)
+            if any(buffer.requires_grad for buffer in self._buffers):
+                self._buffers = None  # autodiff keeps them
+        self._filled = 0
 
 
 def add_product(K: Tensor, L: Tensor, R: Tensor | None = None) -> None:
@@ -95,7 +106,7 @@ def add_product(K: Tensor, L: Tensor, R: Tensor | None = None) -> None:
         K.addmm_(L, R.T)
         return
     m = L.shape[0]
-    step = max(128, -(-m // 16))
+    step = max(128, -(-m // 8))
     for i in range(0, m, step):
         j = min(i + step, m)
         K[i:j, :j].addmm_(L[i:j], L[:j].T)
@@ -179,9 +190,10 @@ def _shares_rows(outer: Factor, of_bias: list[Factor]) -> bool:
 def _add_pair(K: Tensor, x: Outer, y: Outer, root: Weight, bias: tuple[str, float] | None, symmetric: bool) -> None:
     """Add one pair of blocks, tile by tile."""
     grid = K.unflatten(0, (x.n, x.o)).unflatten(2, (y.n, y.o))
-    item = K.element_size()
+    item, most = K.element_size(), max(x.n, y.n)
     per_pair = item * x.T * y.T * (1 + 2 * x.o * y.o)
     side = max(1, int((4 * WORKSPACE / per_pair) ** 0.5))
+    side = min(side, max(128, -(-most // 8))) if symmetric else side  # what lies above the diagonal is for nothing
     for i in range(0, x.n, side):
         rows = slice(i, min(i + side, x.n))
         a, g, weight = rooted(x, rows, K.dtype, root)
@@ -198,43 +210,15 @@ def _add_tile(
     inner = a.reshape(n * T, q) @ b.reshape(m * U, q).T
     if T == 1 and U == 1:
         outer = (g.reshape(n * o, r) @ h.reshape(m * c, r).T).view(n, o, m, c)
-        inner = inner.mul_(weight).add_(bias[1]) if bias else inner.mul_(weight)
+        inner = inner if weight == 1 else inner * weight
+        inner = inner + bias[1] if bias else inner
         K.addcmul_(outer, inner.view(n, 1, m, 1))
         return
     outer = (g.reshape(n * o * T, r) @ h.reshape(m * c * U, r).T).view(n, o, T, m, c, U)
     K.add_((outer * inner.view(n, 1, T, m, 1, U)).sum((2, 5)), alpha=weight)
 
 
-# ------------------------------------------------------------------------------------------- rows
-
-
-def _add_by_rows(
-    rows: _RowProducts,
-    segment: Segment,
-    left: Sequence[Features],
-    right: Sequence[Features] | None,
-    prior: BoundPrior,
-) -> None:
-    for lo, hi in column_chunks(segment, [*left, *(right or [])], rows.rows * rows.K.element_size(), prior):
-        L = columns_of(segment, left, lo, hi, prior, rows.dtype)
-        rows.add(L, None if right is None else columns_of(segment, right, lo, hi, prior, rows.dtype))
-
-
-def _add_lookups(
-    rows: _RowProducts, segment: Segment, left: Sequence[Features], right: Sequence[Features] | None, weight: float
-) -> None:
-    """Tables by rows of those entries alone that both sides read."""
-    chosen = _entries(segment, left)
-    if right is not None:
-        chosen = chosen[torch.isin(chosen, _entries(segment, right))]
-    widths = [f.width for b in left for f in segment.of(b)]
-    if not widths or len(chosen) == 0:
-        return
-    for lo, hi in rows.chunks(len(chosen) * widths[0], widths[0]):
-        part = chosen[lo // widths[0] : hi // widths[0]]
-        L = _entry_columns(segment, left, part, widths[0], rows.dtype)
-        R = None if right is None else _entry_columns(segment, right, part, widths[0], rows.dtype)
-        rows.add(L if weight == 1 else L * weight**0.5, R if weight == 1 or R is None else R * weight**0.5)
+# ------------------------------------------------------------------------------------------- tables
 
 
 def _entries(segment: Segment, blocks: Sequence[Features]) -> Tensor:
@@ -242,43 +226,10 @@ def _entries(segment: Segment, blocks: Sequence[Features]) -> Tensor:
     return torch.cat(found).unique() if found else torch.zeros(0, dtype=torch.long)
 
 
-def _entry_columns(
-    segment: Segment, blocks: Sequence[Features], chosen: Tensor, width: int, dtype: torch.dtype
-) -> Tensor:
-    parts = []
-    for block in blocks:
-        total = torch.zeros(block.n, block.o, len(chosen) * width, dtype=dtype, device=device_of(block))
-        for f in segment.of(block):
-            if isinstance(f, Lookup):
-                total += f.entry_columns(chosen, dtype)
-        parts.append(total.reshape(block.n * block.o, -1))
-    return torch.cat(parts)
-
-
-# ------------------------------------------------------------------------------------------- the generic way
-
-
-def _generic_names(blocks: Sequence[Features]) -> set[str]:
-    return {name for block in blocks for name in block.generic_rows()}
-
-
-def _add_generic(
-    rows: _RowProducts, name: str, left: Sequence[Features], right: Sequence[Features] | None, prior: BoundPrior
-) -> None:
-    size = dict(zip(prior.columns.names, prior.columns.sizes, strict=True))[name]
-    for lo, hi in rows.chunks(size, size if uncut(name, prior) else 1):
-        L = _generic_columns(left, name, lo, hi, prior, rows.dtype)
-        rows.add(L, None if right is None else _generic_columns(right, name, lo, hi, prior, rows.dtype))
-
-
-def _generic_columns(
-    blocks: Sequence[Features], name: str, lo: int, hi: int, prior: BoundPrior, dtype: torch.dtype
-) -> Tensor:
-    parts = []
-    for block in blocks:
-        found = block.generic_rows().get(name)
-        if found is None:  # another block's values sent this parameter the generic way; here it has factors
-            parts.append(block_columns(Segment(name, 0, hi), block, lo, hi, dtype))
-        else:
-            parts.append(found[:, lo:hi].to(dtype))
-    return scale_rows(parts[0] if len(parts) == 1 else torch.cat(parts), prior, name, lo)
+def _write_entries(segment: Segment, entries: Tensor, weight: float, block: Features, out: Tensor) -> None:
+    found = [f for f in segment.of(block) if isinstance(f, Lookup)]
+    if not found:
+        out.zero_()
+    for k, f in enumerate(found):
+        values = f.entry_columns(entries, out.dtype).reshape(out.shape) * weight**0.5
+        out.copy_(values) if k == 0 else out.add_(values)

@@ -23,10 +23,13 @@ from tangents.priors import BoundPrior, Weight
 def squared_norms(block: Features, prior: BoundPrior, dtype: torch.dtype) -> Tensor:
     """``diag(J S J^T)`` of one block, ``(n, o)``, without its other entries."""
     total = torch.zeros(block.n, block.o, dtype=dtype, device=device_of(block))
+    generic = block.generic_rows()
     for name in prior.columns.names:
+        if name in generic:
+            continue
         for segment in segments([block], name, uncut(name, prior)):
             total = total + _segment_norms(segment, block, prior, dtype)
-    for name, rows in block.generic_rows().items():
+    for name, rows in generic.items():
         parts = [scale_rows(rows[part].to(dtype), prior, name) for part in chunks(rows.shape[0], rows.shape[1] * 8)]
         total = total + torch.cat([torch.linalg.vecdot(part, part) for part in parts]).view(block.n, block.o)
     return total
@@ -45,7 +48,7 @@ def _segment_norms(segment: Segment, block: Features, prior: BoundPrior, dtype: 
         return norms * weight
     total = torch.zeros(block.n, block.o, dtype=dtype, device=device_of(block))
     for lo, hi in column_chunks(segment, [block], total.numel() * total.element_size(), prior):
-        R = columns_of(segment, [block], lo, hi, prior, dtype)
+        R = columns_of(segment, block, lo, hi, prior, dtype)
         total += torch.linalg.vecdot(R, R).reshape(block.n, block.o)
     return total
 
