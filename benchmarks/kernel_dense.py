@@ -18,7 +18,7 @@ from benchmarks.harness import Case, Contestant, Job, Settings, Target
 def ours_and_rows(model: nn.Module, X: peers.Inputs, outputs: int, chunk: int) -> list[Contestant]:
     """What every dense job has: ours in float32, ours in float64, and rows by `vmap(jacrev)`."""
     p = sum(q.numel() for q in peers.trained(model).values())
-    planned = partial(ours.stated_peak, model, X, "gram")
+    planned = partial(ours.stated_peak, model, X, "gram", torch.float32)
     single = partial(ours.dense_kernel, model, X, torch.float32)
     double = partial(ours.dense_kernel, model, X, torch.float64)
     return [

@@ -39,10 +39,8 @@ def fisher_product(model: nn.Module, X: Any, v: Tensor, **how: Any) -> Callable[
     return lambda: F @ v
 
 
-def stated_peak(model: nn.Module, X: Any, job: str) -> int | None:
-    """The peak in bytes that the plan states for "product", "gram", "diagonal" or "fisher"; None if it states none."""
+def stated_peak(model: nn.Module, X: Any, job: str, dtype: torch.dtype = torch.float64) -> int | None:
+    """The peak in bytes that the plan states for "product", "gram", "diagonal" or "fisher"."""
     import tangents
 
-    plan = getattr(tangents.linearize(model).jacobian(X), "plan", None)
-    state = getattr(plan, "peak_bytes", None)
-    return None if state is None else int(state(job))
+    return tangents.linearize(model).jacobian(X).plan.peak_bytes(job, dtype)

@@ -109,7 +109,7 @@ class Fisher(Operator):
         network = self.jacobian.network
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(self.shape[0], generator=generator).to(self.device, network.dtype)
-        block = self.jacobian._block(few, 0)
+        block = self.jacobian._block(few, 0, self.jacobian.plan.way)
         exact = block.vjp(self._weighted(block.outputs, block.jvp(v.unsqueeze(1)))).squeeze(1)
         steps = STEPS.get(network.dtype, STEPS[torch.float32])
         errors = {step: float((self._finite_difference(v, step, lambda: [few]) - exact).norm()) for step in steps}

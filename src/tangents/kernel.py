@@ -137,10 +137,10 @@ class Kernel(Operator):
     def _capacity(jacobian: Jacobian) -> int:
         """How many inputs' rows are held at once: all where they are kept, else what a third of the memory holds."""
         plan = jacobian.plan
-        if plan.keep and plan.way != "implicit":
+        if plan.once.fits and plan.once.way != "implicit":
             return plan.n
-        each = plan.estimates[plan.way].held / plan.n
-        if plan.way == "implicit":
+        each = plan.once.held / plan.n
+        if plan.once.way == "implicit":
             each = plan.counts.outputs * plan.counts.parameters * plan.counts.item
         return max(1, min(plan.n, int(plan.limit / 3 // max(each, 1))))
 
@@ -150,7 +150,7 @@ class Kernel(Operator):
         capacity, group, start = cls._capacity(jacobian), [], 0
         if stop == 0:
             return
-        for block in jacobian.blocks():
+        for block in jacobian.blocks(keep=False):
             group.append(block)
             stopped = start + sum(b.n * b.o for b in group)
             if sum(b.n for b in group) + block.n > capacity or stopped == jacobian.shape[0]:

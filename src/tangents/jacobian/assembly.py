@@ -69,7 +69,7 @@ def assemble(
 ) -> tuple[dict[str, list[Factor]], int]:
     """One backward pass for each output, its gradients sorted by input; then one factor for each use.
 
-    Also the bytes of all factors before any is narrowed to its rows: what the capture held at once.
+    Also the bytes of all gradients before any is narrowed to its rows: what was held at once.
     """
     (n, o), keep_graph = backward.outputs.shape, backward.keep_graph
     edge_of = {id(use): i for use, i in zip(backward.uses, backward.of_use, strict=True)}
@@ -98,7 +98,7 @@ def assemble(
             if isinstance(stack, list):
                 stack = torch.stack(stack + [torch.zeros_like(stack[0])] * (o - len(stack)), 1)
             f = use.factor(stack, layout.gather)
-            captured += stack.numel() * stack.element_size() + f.nbytes
+            captured += stack.numel() * stack.element_size()
             made[k] = f.narrowed() if isinstance(f, Outer) and not keep_graph and k not in twin.values() else f
     for k, (use, _, _) in enumerate(sorted_uses):
         if k in twin and twin[k] in made:

@@ -131,28 +131,31 @@ class Jacobian(Operator):
 
     def blocks(self, keep: bool = True) -> Iterator[Block]:
         """J batch by batch: from memory where the plan keeps them, else worked out anew. ``keep=False`` for what is
-        done once, so that nothing is kept that was not already."""
+        done once: nothing is kept that was not already, and where no way was asked for it is the factored one, which
+        is what all ways but the implicit one are made from."""
         self.network.check_unchanged()
         self.inputs.check_unchanged()
         if keep and self.plan.keep and self._kept is None:
             with self._lock:
                 if self._kept is None:
-                    self._kept = list(self._build())
-        return iter(self._kept) if self._kept is not None else self._build()
+                    self._kept = list(self._build(self.plan.way))
+        if self._kept is not None:
+            return iter(self._kept)
+        return self._build("factored" if self.plan.asked == "auto" and not keep else self.plan.way)
 
-    def _build(self) -> Iterator[Block]:
+    def _build(self, way: str) -> Iterator[Block]:
         start = 0
         for batch in self.inputs.batches(self.plan.batch):
-            yield self._block(batch, start)
+            yield self._block(batch, start, way)
             start += length(batch)
         if start != self.n:
             raise ValueError(f"the data gave {start} inputs on this pass and {self.n} before: it must not change")
 
-    def _block(self, batch: Batch, offset: int) -> Block:
-        if self.plan.way == "implicit":
+    def _block(self, batch: Batch, offset: int, way: str) -> Block:
+        if way == "implicit":
             return ImplicitBlock(self.network, batch, self.findings.abilities, self.o, offset=offset)
         factored = FactoredBlock(self.network, batch, self.findings, offset)
-        if self.plan.way == "factored":
+        if way == "factored":
             return factored
         return DenseBlock(self.rows(factored, self.dtype), factored.outputs, self.network.columns)
 

@@ -37,7 +37,7 @@ class Counts:
     item: int  # bytes of a number
     forward: float  # operations of a forward pass
     activations: float  # bytes that a forward pass keeps for the backward pass
-    captured: float  # bytes of gradients and inputs while factors are made
+    captured: float  # bytes of gradients while factors are made
     factors: float  # bytes of the factors kept
     products: float  # operations of one product with the factors
     pairs: float  # operations of one pair of inputs in K
@@ -51,11 +51,16 @@ class Estimate:
 
     way: str
     held: float  # bytes kept between products
-    scratch: float  # bytes besides, while working
+    building: float  # bytes besides, while a batch is captured
+    working: float  # bytes besides, while multiplying
     build: float  # operations before the first product
     product: float  # operations of one J v and one J^T u
     seconds: float  # building and PRODUCTS products, a rough figure
     fits: bool
+
+    @property
+    def scratch(self) -> float:
+        return max(self.building, self.working)
 
 
 @dataclass
@@ -72,17 +77,23 @@ class Plan:
     estimates: dict[str, Estimate]
     generic: Mapping[str, str] = field(default_factory=dict)  # parameter -> why it goes the generic way
 
-    def peak_bytes(self, job: str) -> int:
-        """Bytes expected at the peak of a job: "product", "gram" (dense K, float64), "diagonal" or "fisher"."""
+    @property
+    def once(self) -> Estimate:
+        """The costs of the way in which things are done that are done once, such as the dense K."""
+        return self.estimates["factored" if self.asked == "auto" else self.way]
+
+    def peak_bytes(self, job: str, dtype: torch.dtype = torch.float64) -> int:
+        """Bytes expected at the peak of a job: "product" (with K), "gram" (dense K in a dtype), "diagonal", "fisher"."""
         c, chosen = self.counts, self.estimates[self.way]
-        held = chosen.held if self.keep else 0
         if job in ("product", "fisher"):
-            return int(held + chosen.scratch)
+            return int((chosen.held if self.keep else 0) + chosen.scratch)
         if job == "diagonal":
-            return int(chosen.scratch)
+            block = self.batch * self.once.held / self.n
+            return int(max(self.once.building, block + _columns_held(c, self.batch, 8)))
         if job == "gram":
-            rows = self.n * c.outputs
-            return int(held + chosen.scratch + 8 * rows * rows)
+            item = torch.finfo(dtype).bits // 8
+            K = item * (self.n * c.outputs) ** 2
+            return int(self.once.held + max(self.once.building, K + _columns_held(c, self.n, item)))
         raise ValueError(f"job is 'product', 'gram', 'diagonal' or 'fisher', not {job!r}")
 
     def explain(self) -> str:
@@ -192,27 +203,31 @@ def _batch(c: Counts, n: int, limit: int) -> int:
     return int(max(1, min(n, LARGEST_BATCH, min(WORKING_SET, limit / 4) // each)))
 
 
+def _columns_held(c: Counts, n: int, item: int) -> float:
+    """Bytes of columns and scratch while n inputs' rows are multiplied, a bounded part of the parameters at a time."""
+    return min(ROW_CHUNK, n * c.outputs * c.parameters * item) + min(WORKSPACE, n * c.activations)
+
+
 def _estimate(way: str, c: Counts, n: int, batch: int, limit: int, network: Network) -> Estimate:
-    backward = 2 * c.forward
-    workspace = min(2 * ROW_CHUNK, 3 * n * c.outputs * c.parameters * c.item) + 2 * WORKSPACE
+    vectors = c.parameters * c.item
+    # The graph, each output's gradients and one more set of them, and the check's two vectors of parameters.
+    building = batch * (c.activations + c.captured * (1 + 1 / c.outputs)) + 2 * vectors
+    rows = float(c.outputs * c.parameters * c.item)
     if way == "factored":
-        held, build = n * c.factors, n * (c.forward + (c.outputs + 2) * c.forward)
-        scratch = batch * (c.activations + c.captured) + workspace
-        product, moved = 2 * n * c.products, n * c.factors
+        held, working = n * c.factors, 3 * vectors + min(WORKSPACE, n * c.activations)
+        build, product, moved = n * (c.outputs + 4) * c.forward, 2 * n * c.products, 2 * n * c.factors
     elif way == "implicit":
-        held, build = n * c.activations, n * c.forward
-        scratch = batch * 3 * c.activations + 4 * c.parameters * c.item
-        product, moved = n * (3 * c.forward + backward), 4 * n * c.activations
+        held, building, working = n * c.activations, 0.0, 2 * batch * c.activations + 5 * vectors
+        build, product, moved = n * c.forward, 5 * n * c.forward, 4 * n * c.activations
     else:
-        held = float(n * c.outputs * c.parameters * c.item)
-        build = n * (c.forward * (c.outputs + 1)) + n * c.whole
-        scratch = batch * (c.activations + c.captured + c.outputs * c.parameters * c.item) + workspace
-        product, moved = 4.0 * n * c.outputs * c.parameters, 2 * held
+        held, working = n * rows, 2 * vectors
+        building = max(building, batch * (2 * rows + c.factors))
+        build, product, moved = n * ((c.outputs + 4) * c.forward + c.whole), 4 * n * rows / c.item, 2 * n * rows
     speed, bandwidth = machine_speed(network.device, network.dtype)
-    fits = held + scratch <= limit
+    fits = held + max(building, working) <= limit
     total = build + PRODUCTS * product if fits else PRODUCTS * (build + product)
     seconds = total / speed + PRODUCTS * moved / bandwidth
-    return Estimate(way, held, scratch, build, product, seconds, fits)
+    return Estimate(way, held, building, working, build, product, seconds, fits)
 
 
 @functools.cache
