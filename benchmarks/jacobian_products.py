@@ -35,9 +35,12 @@ def case(settings: Settings, columns: int) -> Case:
                 partial(ours.kernel_product, model, X, u),
                 role="ours",
                 units=columns,
-                planned=partial(ours.stated_peak, model, X, "product"),
+                planned=partial(ours.stated_peak, model, X, "product", columns=columns),
             ),
-            Contestant("double backward", partial(peer, peers.double_backward_product), units=columns),
+            Contestant("double backward", partial(peer, peers.double_backward_as_published), units=columns),
+            Contestant(
+                "double backward, one graph shared", partial(peer, peers.double_backward_product), units=columns
+            ),
             Contestant("torch.func vjp, jvp", partial(peer, peers.forward_mode_product), units=columns),
         ],
         targets=[Target("double backward", at_least=4 if columns == 1 else 10)],

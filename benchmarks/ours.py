@@ -39,8 +39,8 @@ def fisher_product(model: nn.Module, X: Any, v: Tensor, **how: Any) -> Callable[
     return lambda: F @ v
 
 
-def stated_peak(model: nn.Module, X: Any, job: str, dtype: torch.dtype = torch.float64) -> int | None:
+def stated_peak(model: nn.Module, X: Any, job: str, dtype: torch.dtype = torch.float64, columns: int = 1) -> int | None:
     """The peak in bytes that the plan states for "product", "gram", "diagonal" or "fisher"."""
     import tangents
 
-    return tangents.linearize(model).jacobian(X).plan.peak_bytes(job, dtype)
+    return tangents.linearize(model).jacobian(X).plan.peak_bytes(job, dtype, columns)

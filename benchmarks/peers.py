@@ -46,7 +46,7 @@ def unflat(v: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 
 def double_backward_product(model: nn.Module, X: Inputs) -> Callable[[Tensor], Tensor]:
-    """The paper's `K @ u`, the graph built anew for every product, one backward pass and one double backward a column.
+    """The paper's `K @ u`, made faster: one graph for every product, one backward and one double backward a column.
 
     `w = J^T u` is linear in u, so `J w` is the gradient of `<w(u), w>` with respect to u. The paper's code takes a
     further backward pass for `J^T u` itself and rebuilds the graph for every column; this shares both.
@@ -62,6 +62,25 @@ def double_backward_product(model: nn.Module, X: Inputs) -> Callable[[Tensor], T
             w = [part for part in w if part is not None]
             columns.append(torch.autograd.grad(w, cotangent, [part.detach() for part in w], retain_graph=True)[0])
         return torch.stack([c.reshape(-1) for c in columns], 1).reshape(u.shape).detach()
+
+    return product
+
+
+def double_backward_as_published(model: nn.Module, X: Inputs) -> Callable[[Tensor], Tensor]:
+    """The paper's `K @ u` as it is described: three backward passes, one for `w = J^T u` and two for `J w`, each of the
+    two from a forward pass of its own, column by column."""
+    params = list(trained(model).values())
+
+    def product(u: Tensor) -> Tensor:
+        columns = []
+        for column in u.reshape(len(u), -1).unbind(1):
+            out = apply(model, X)
+            w = torch.autograd.grad(out, params, column.reshape(out.shape))
+            out = apply(model, X)
+            dummy = torch.zeros_like(out, requires_grad=True)
+            parts = torch.autograd.grad(out, params, dummy, create_graph=True)
+            columns.append(torch.autograd.grad(parts, dummy, w)[0].reshape(-1))
+        return torch.stack(columns, 1).reshape(u.shape)
 
     return product
 

@@ -54,11 +54,9 @@ class Kernel(Operator):
     def _by_tiles(self, k: int) -> bool:
         """Whether forming K tile by tile, and dropping the tiles, counts fewer operations than two products."""
         plan, other = self.left.plan, (self.right or self.left).plan
-        if not (plan.way == other.way == "factored" and plan.keep and other.keep) or self.left.inputs.requires_grad:
+        if other.way != "factored" or not other.keep or self.left.inputs.requires_grad:
             return False
-        products = 2.0 * k * (plan.n * plan.counts.products + other.n * other.counts.products)
-        tiles = plan.n * other.n * (plan.counts.pairs + 2.0 * k) * (0.5 if self.symmetric else 1.0)
-        return tiles < products
+        return plan.tiles_are_cheaper(k, other.n, self.symmetric)
 
     def _product_by_tiles(self, V: Tensor) -> Tensor:
         total = V.new_zeros(self.shape[0], V.shape[1])

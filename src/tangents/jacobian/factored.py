@@ -65,8 +65,7 @@ class FactoredBlock:
 
     @property
     def nbytes(self) -> int:
-        held = sum(f.nbytes for factors in self.factors.values() for f in factors)
-        return held + (self.generic.nbytes if self.generic else 0)
+        return held_bytes(self.factors) + (self.generic.nbytes if self.generic else 0)
 
     def jvp(self, V: Tensor) -> Tensor:
         """``(p, k) -> (n, o, k)``."""
@@ -136,6 +135,12 @@ class FactoredBlock:
                 shared[use.name] = "several inputs own one row of its operation (a table that all inputs share)"
             layouts.append(Layout.of(owner, self.n) if owner.numel() and use.name not in shared else None)
         return layouts, shared
+
+
+def held_bytes(factors: Mapping[str, Sequence[Factor]]) -> int:
+    """Bytes of all factors, those that share memory (a weight's and its bias's) counted once."""
+    tensors = [t for found in factors.values() for f in found for t in f.tensors()]
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
 
 class Truth:

@@ -39,9 +39,13 @@ class Factor:
     def span(self) -> tuple[int, int]:
         return self.start, self.start + self.size
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is held."""
+        raise NotImplementedError
+
     @property
     def nbytes(self) -> int:
-        raise NotImplementedError
+        return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def jvp(self, V: Tensor) -> Tensor:
         raise NotImplementedError
@@ -81,9 +85,8 @@ class Rows(Factor):
     def __post_init__(self) -> None:
         self.n, self.o, self.size = self.values.shape
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,)
 
     def jvp(self, V: Tensor) -> Tensor:
         V = self.part(V)
@@ -130,9 +133,8 @@ class Outer(Factor):
         self.size = self.q * self.r
         self.width = self.r if self.flipped else self.q
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.numel() * self.a.element_size() + self.g.numel() * self.g.element_size()
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.a, self.g
 
     def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """``a`` of some inputs as ``(b, T, q)``."""
@@ -245,9 +247,8 @@ class Lookup(Factor):
         self.n, self.o, self.T, self.width = self.g.shape
         self.size = self.entries * self.width
 
-    @property
-    def nbytes(self) -> int:
-        return self.index.numel() * 8 + self.g.numel() * self.g.element_size()
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.index, self.g
 
     def jvp(self, V: Tensor) -> Tensor:
         k = V.shape[1]

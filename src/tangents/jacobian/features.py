@@ -137,5 +137,5 @@ def columns_of(segment: Segment, block: Features, lo: int, hi: int, prior: Bound
 def device_of(block: Features) -> torch.device:
     for factors in block.factors.values():
         for f in factors:
-            return f.g.device if isinstance(f, Outer | Lookup) else f.values.device  # type: ignore[attr-defined]
+            return f.tensors()[0].device
     return next(iter(block.generic_rows().values())).device

@@ -127,11 +127,13 @@ def _by_positions(
     whole = dict(zip(prior.columns.names, prior.columns.sizes, strict=True))[segment.name]
     if isinstance(weight, tuple) and f.size != whole:
         return False
-    T = max(outer.T for outer in outers)
-    pairs = f.o * f.o * f.r
-    # The sum over pairs of positions runs at memory speed, some ten times slower an operation.
-    positions = T * T * (2 * f.q + 2 * pairs + 10 * f.o * f.o)
-    n = sum(b.n for b in left)
+    return positions_are_cheaper(f, max(outer.T for outer in outers), sum(b.n for b in left))
+
+
+def positions_are_cheaper(f: Outer, T: int, n: int) -> bool:
+    """Operations of one pair of inputs by either formula, for T positions and n inputs on the left. The sum over pairs
+    of positions runs at memory speed, some ten times slower an operation."""
+    positions = T * T * (2 * f.q + 2 * f.o * f.o * f.r + 10 * f.o * f.o)
     rows = 2 * f.o * f.o * f.size + 4 * f.o * T * f.size / max(n, 1)
     return positions <= rows
 

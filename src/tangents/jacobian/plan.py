@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from tangents.inputs import Batch, Inputs, length
-from tangents.jacobian.factored import FactoredBlock, Findings
+from tangents.inputs import Inputs, length
+from tangents.jacobian.factored import FactoredBlock, Findings, held_bytes
 from tangents.jacobian.factors import WORKSPACE, Factor, Lookup, Outer
 from tangents.jacobian.features import ROW_CHUNK
+from tangents.jacobian.gram import positions_are_cheaper
 from tangents.network import Network
 
 WAYS = ("factored", "implicit", "dense")
@@ -43,6 +44,9 @@ class Counts:
     pairs: float  # operations of one pair of inputs in K
     generic: int  # parameters that go the generic way
     whole: float  # operations of forming all rows from the factors
+    by_rows: int  # columns that K is formed from by rows, the others going by positions
+    tile: float  # bytes of scratch for one pair of inputs, by positions
+    widest: float  # bytes of the largest layer's inputs and outputs
 
 
 @dataclass(frozen=True)
@@ -82,19 +86,36 @@ class Plan:
         """The costs of the way in which things are done that are done once, such as the dense K."""
         return self.estimates["factored" if self.asked == "auto" else self.way]
 
-    def peak_bytes(self, job: str, dtype: torch.dtype = torch.float64) -> int:
-        """Bytes expected at the peak of a job: "product" (with K), "gram" (dense K in a dtype), "diagonal", "fisher"."""
-        c, chosen = self.counts, self.estimates[self.way]
+    def tiles_are_cheaper(self, columns: int, other_n: int, symmetric: bool) -> bool:
+        """Whether K times so many columns counts fewer operations by forming K tile by tile than by J and J^T."""
+        c = self.counts
+        products = 2.0 * columns * (self.n + other_n) * c.products
+        tiles = self.n * other_n * (c.pairs + 2.0 * columns) * (0.5 if symmetric else 1.0)
+        return self.way == "factored" and self.keep and tiles < products
+
+    def peak_bytes(self, job: str, dtype: torch.dtype = torch.float64, columns: int = 1) -> int:
+        """Bytes expected at the peak of a job: "product" (of K with so many columns), "gram" (dense K in a dtype),
+        "diagonal" or "fisher"."""
+        c, chosen, once = self.counts, self.estimates[self.way], self.once
+        item = torch.finfo(dtype).bits // 8
         if job in ("product", "fisher"):
-            return int((chosen.held if self.keep else 0) + chosen.scratch)
+            tiles = 0.0
+            if job == "product" and self.tiles_are_cheaper(columns, self.n, symmetric=True):
+                tiles = (self.batch * c.outputs) ** 2 * c.item + self._pairs_held(self.batch)
+            held = chosen.held if self.keep else 0
+            return int(max(held * (1 - self.batch / self.n) + chosen.building, held + chosen.working + tiles))
         if job == "diagonal":
-            block = self.batch * self.once.held / self.n
-            return int(max(self.once.building, block + _columns_held(c, self.batch, 8)))
+            block = self.batch * once.held / self.n
+            return int(max(once.building, block + _columns_held(c, c.outputs * self.batch, 8)))
         if job == "gram":
-            item = torch.finfo(dtype).bits // 8
             K = item * (self.n * c.outputs) ** 2
-            return int(self.once.held + max(self.once.building, K + _columns_held(c, self.n, item)))
+            working = K + max(_columns_held(c, c.outputs * self.n, item), self._pairs_held(self.n))
+            return int(max(once.held * (1 - self.batch / self.n) + once.building, once.held + working))
         raise ValueError(f"job is 'product', 'gram', 'diagonal' or 'fisher', not {job!r}")
+
+    def _pairs_held(self, n: int) -> float:
+        """Bytes of scratch of the positions formula."""
+        return min(8 * WORKSPACE, n * n * self.counts.tile)
 
     def explain(self) -> str:
         """A table of what each way would cost, which was chosen and which parameters go the generic way."""
@@ -130,18 +151,22 @@ class Plan:
 
 def count(network: Network, inputs: Inputs, findings: Findings) -> Counts:
     """Capture a few inputs and count what one costs."""
-    batch = inputs.first(PROBED)
+    batch = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, inputs.first(PROBED))
     probed = length(batch)
     saved = _SavedBytes({p.untyped_storage().data_ptr() for p in network.parameters.values()})
     with Operations() as counter, torch.no_grad():
         network(batch)
     with saved:
         network.outputs_with_graph(batch)
-    block = FactoredBlock(network, _detached(batch), findings)
+    block = FactoredBlock(network, batch, findings)
     factors = [f for found in block.factors.values() for f in found]
     item = torch.finfo(network.dtype).bits // 8
     sizes = dict(zip(network.columns.names, network.columns.sizes, strict=True))
     generic = sum(sizes[name] for name in findings.generic if name in sizes)
+    outers = [f for f in factors if isinstance(f, Outer)]
+    pairwise = [f for f in outers if positions_are_cheaper(f, f.T, inputs.n)]
+    compact = sum(min(f.size, inputs.n * f.T * f.width) for f in factors if isinstance(f, Lookup))
+    by_rows = sum(f.size for f in factors if f not in pairwise and not isinstance(f, Lookup)) + compact + generic
     forward = max(counter.total, 2.0 * network.columns.total * probed) / probed
     return Counts(
         outputs=block.o,
@@ -150,11 +175,14 @@ def count(network: Network, inputs: Inputs, findings: Findings) -> Counts:
         forward=forward,
         activations=saved.total / probed,
         captured=block.captured_bytes / probed,
-        factors=sum(f.nbytes for f in factors) / probed + generic * block.o * item,
+        factors=held_bytes(block.factors) / probed + generic * block.o * item,
         products=sum(f.product_operations() for f in factors) / probed + (8 * forward if generic else 0),
         pairs=sum(_pair_operations(f) for f in factors) + 2.0 * block.o**2 * generic,
         generic=generic,
         whole=sum(f.row_operations() for f in factors) / probed + (2 * forward * block.o if generic else 0),
+        by_rows=by_rows,
+        tile=item * max((f.T * f.T * (1 + 2 * f.o * f.o) for f in pairwise), default=0.0),
+        widest=item * max((f.T * (f.q + f.r) for f in outers), default=0.0),
     )
 
 
@@ -189,7 +217,7 @@ def make(
         asked=way,
         n=inputs.n,
         batch=inputs.n if inputs.requires_grad else batch,
-        keep=estimates[chosen].held + estimates[chosen].scratch <= limit,
+        keep=estimates[chosen].fits,
         limit=limit,
         counts=counts,
         estimates=estimates,
@@ -198,23 +226,26 @@ def make(
 
 
 def _batch(c: Counts, n: int, limit: int) -> int:
-    """As many inputs as the working set holds: fewer passes, and products of a size that runs at full speed."""
+    """As many inputs as the working set holds: fewer passes, and products of a size that runs at full speed. All
+    batches alike, so that what is found out about the first holds for the others."""
     each = c.activations + c.captured + 1
-    return int(max(1, min(n, LARGEST_BATCH, min(WORKING_SET, limit / 4) // each)))
+    most = int(max(1, min(n, LARGEST_BATCH, min(WORKING_SET, limit / 4) // each)))
+    return -(-n // -(-n // most))
 
 
-def _columns_held(c: Counts, n: int, item: int) -> float:
-    """Bytes of columns and scratch while n inputs' rows are multiplied, a bounded part of the parameters at a time."""
-    return min(ROW_CHUNK, n * c.outputs * c.parameters * item) + min(WORKSPACE, n * c.activations)
+def _columns_held(c: Counts, rows: int, item: int) -> float:
+    """Bytes of the columns that are multiplied at a time, and of forming them."""
+    return min(ROW_CHUNK, rows * c.by_rows * item) + (min(WORKSPACE, rows * c.widest) if c.by_rows else 0)
 
 
 def _estimate(way: str, c: Counts, n: int, batch: int, limit: int, network: Network) -> Estimate:
     vectors = c.parameters * c.item
-    # The graph, each output's gradients and one more set of them, and the check's two vectors of parameters.
-    building = batch * (c.activations + c.captured * (1 + 1 / c.outputs)) + 2 * vectors
+    # The graph, all outputs' gradients and one more set of them, the largest layer's on the way, and two vectors of
+    # parameters for the check.
+    building = batch * (c.activations + c.captured * (1 + 1 / c.outputs) + 2 * c.widest) + 2 * vectors
     rows = float(c.outputs * c.parameters * c.item)
     if way == "factored":
-        held, working = n * c.factors, 3 * vectors + min(WORKSPACE, n * c.activations)
+        held, working = n * c.factors, 3 * vectors + min(2 * WORKSPACE, 2 * batch * c.widest)
         build, product, moved = n * (c.outputs + 4) * c.forward, 2 * n * c.products, 2 * n * c.factors
     elif way == "implicit":
         held, building, working = n * c.activations, 0.0, 2 * batch * c.activations + 5 * vectors
@@ -224,7 +255,7 @@ def _estimate(way: str, c: Counts, n: int, batch: int, limit: int, network: Netw
         building = max(building, batch * (2 * rows + c.factors))
         build, product, moved = n * ((c.outputs + 4) * c.forward + c.whole), 4 * n * rows / c.item, 2 * n * rows
     speed, bandwidth = machine_speed(network.device, network.dtype)
-    fits = held + max(building, working) <= limit
+    fits = max(held * (1 - batch / n) + building, held + working) <= limit
     total = build + PRODUCTS * product if fits else PRODUCTS * (build + product)
     seconds = total / speed + PRODUCTS * moved / bandwidth
     return Estimate(way, held, building, working, build, product, seconds, fits)
@@ -302,10 +333,6 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             self._known.add(place)
             self.total += tensor.untyped_storage().nbytes()
         return tensor
-
-
-def _detached(batch: Batch) -> Batch:
-    return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, batch)
 
 
 def _render(table: Table) -> str:
