@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
 settings.register_profile("tangents", deadline=None, derandomize=True, database=None)
 settings.load_profile("tangents")
 
