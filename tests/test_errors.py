@@ -173,7 +173,8 @@ def test_derivatives_that_are_not_finite_are_not_taken_for_something_else(way):
     """A square root at 0: the output is finite, its derivative is not."""
     X = torch.rand(6, 4, dtype=torch.float64)
     X[3] = 0
-    model = Cut(lambda f: (f - model.layer.bias).square().sum(1, keepdim=True).sqrt())
+    model = Cut(lambda f: f.square().sum(1, keepdim=True).sqrt())
+    torch.nn.init.zeros_(model.layer.bias)
     fails(model, X, way, "(?i)finite")
 
 

@@ -1,16 +1,21 @@
 """``F = J^T H J``, summed over inputs: the Fisher information, also the generalised Gauss-Newton matrix."""
 
+import math
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tangents.jacobian.operator import Jacobian, Operator, wide
+from tangents.errors import NonFinite
+from tangents.jacobian.operator import Jacobian, Operator
 from tangents.likelihoods import Likelihood, as_likelihood
 from tangents.network import Watch
+from tangents.precision import wide
 
 STEPS = {torch.float64: (1e-4, 1e-5, 1e-6), torch.float32: (3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3)}
 PROBED = 8  # inputs on which the step is chosen
+POOR = 0.05  # relative error from which on a step is warned of
 
 
 class Fisher(Operator):
@@ -43,6 +48,7 @@ class Fisher(Operator):
     def _product(self, V: Tensor) -> Tensor:
         if self.method == "exact":
             return self._exact(V)
+        self.jacobian.check_unchanged()
         return torch.stack([self._finite_difference(V[:, j]) for j in range(V.shape[1])], 1)
 
     def _explain_non_finite(self) -> None:
@@ -107,10 +113,25 @@ class Fisher(Operator):
     def _choose_step(self) -> float:
         few = self.jacobian.inputs.first(PROBED)
         network = self.jacobian.network
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(self.shape[0], generator=generator).to(self.device, network.dtype)
+        v = torch.randn(self.shape[0], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        v = v.to(self.device, network.dtype)
         block = self.jacobian._block(few, 0, self.jacobian.plan.way)
         exact = block.vjp(self._weighted(block.outputs, block.jvp(v.unsqueeze(1)))).squeeze(1)
-        steps = STEPS.get(network.dtype, STEPS[torch.float32])
-        errors = {step: float((self._finite_difference(v, step, lambda: [few]) - exact).norm()) for step in steps}
-        return min(errors, key=lambda step: errors[step])
+        errors: dict[float, float] = {}
+        for step in STEPS.get(network.dtype, STEPS[torch.float32]):
+            try:
+                error = float((self._finite_difference(v, step, lambda: [few]) - exact).norm() / exact.norm())
+            except NonFinite:  # too large a step for this network
+                continue
+            if math.isfinite(error):
+                errors[step] = error
+        if not errors:
+            raise NonFinite("no step of the finite differences gives finite products: use method='exact'")
+        best = min(errors, key=lambda step: errors[step])
+        if errors[best] > POOR:
+            warnings.warn(
+                f"the best step of the finite differences, {best:g}, is off by {errors[best]:.0%} on a few inputs: "
+                "method='exact' is right to rounding",
+                stacklevel=2,
+            )
+        return best

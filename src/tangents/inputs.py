@@ -114,8 +114,10 @@ def read_inputs(X: Any) -> Inputs:
 
 
 def _from_dataset(dataset: Dataset[Any]) -> Inputs:
+    same = _SameEveryTime()
+
     def read(size: int) -> Iterator[Batch]:
-        return map(_only_inputs, DataLoader(dataset, batch_size=size))
+        return same.watch(map(_only_inputs, _iterate(DataLoader(dataset, batch_size=size))))
 
     return Inputs(len(dataset), read)  # type: ignore[arg-type]  # a map-style data set has a length
 
@@ -127,16 +129,48 @@ def _from_loader(loader: DataLoader[Any]) -> Inputs:
             "wrong without a sign of it; build it with shuffle=False"
         )
 
+    same = _SameEveryTime()
+
     def read(size: int) -> Iterator[Batch]:
-        for item in loader:
-            batch = _only_inputs(item)
+        for batch in same.watch(map(_only_inputs, _iterate(loader))):
             for start in range(0, length(batch), size):
                 yield take(batch, slice(start, start + size))
 
     plain = loader.batch_size is not None and type(loader.sampler) is SequentialSampler
     if plain and not loader.drop_last:
         return Inputs(len(loader.sampler), read)  # type: ignore[arg-type]
-    return Inputs(sum(length(_only_inputs(item)) for item in loader), read)
+    return Inputs(sum(length(_only_inputs(item)) for item in _iterate(loader)), read)
+
+
+def _iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+    """A pass over a loader, which draws a seed when it begins: the user's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        return iter(loader)
+
+
+class _SameEveryTime:
+    """Compares a sum over each whole pass with the first one's: rows that shuffle or change would make products wrong
+    without a sign of it."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+
+    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        total, row = 0.0, 0
+        for batch in batches:
+            count = length(batch)
+            weights = torch.arange(row + 1, row + count + 1, dtype=torch.float64)
+            for leaf in tensors(batch):
+                rows = leaf.detach().reshape(count, -1).sum(1, dtype=torch.float64).cpu()
+                total += float((rows * weights).sum())
+            row += count
+            yield batch
+        self._first = total if self._first is None else self._first
+        if abs(total - self._first) > 1e-9 * abs(self._first):  # NaN is the network's to name
+            raise ValueError(
+                "the data is not the same on every pass (it shuffles, or adds noise or random changes): products would "
+                "be wrong; stream it in a fixed order, without augmentation"
+            )
 
 
 def _only_inputs(item: Any) -> Batch:

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tangents.inputs import length
+from tangents.jacobian.features import ROW_CHUNK
 from tangents.jacobian.gram import add_gram
-from tangents.jacobian.operator import Block, Jacobian, Operator, accumulator, wide
+from tangents.jacobian.operator import Block, Jacobian, Operator
+from tangents.precision import accumulator
 from tangents.priors import BoundPrior, Prior, as_prior
 from tangents.progress import track
 
@@ -110,10 +113,12 @@ class Kernel(Operator):
             return self.left.row_norms_squared(self.prior)
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"a kernel of shape {self.shape} has no diagonal: use lin.kernel(X).diagonal()")
-        parts = []
-        for block, other in zip(self.left.blocks(False), self.right.blocks(False), strict=True):
-            rows = self.prior.apply(wide(self.left.rows(block, self.dtype)).T)
-            parts.append(torch.linalg.vecdot(rows.T, wide(self.right.rows(other, self.dtype))))
+        size = max(1, int(ROW_CHUNK // (16 * self.left.o * self.left.shape[1])))
+        parts, start = [], 0
+        for batch, other in zip(self.left.inputs.batches(size), self.right.inputs.batches(size), strict=True):
+            rows, others = (J.rows_of(b, start) for J, b in ((self.left, batch), (self.right, other)))
+            parts.append(torch.linalg.vecdot(self.prior.apply(rows.T).T, others))
+            start += length(batch)
         return torch.cat(parts)
 
     def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
@@ -153,6 +158,8 @@ class Kernel(Operator):
             stopped = start + sum(b.n * b.o for b in group)
             if sum(b.n for b in group) + block.n > capacity or stopped == jacobian.shape[0]:
                 yield slice(start, stopped), group
+                for done in group:
+                    jacobian.done(done)
                 group, start = [], stopped
             if stopped == stop:
                 return

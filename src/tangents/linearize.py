@@ -130,7 +130,7 @@ class Linearization:
                 )
 
     def _plan(self, inputs: Inputs) -> planning.Plan:
-        key = signature(inputs.first(1))
+        key = (signature(inputs.first(1)), inputs.n.bit_length())
         if key not in self._counts:
             self._counts[key] = planning.count(self.network, inputs, self._findings)
         return planning.make(

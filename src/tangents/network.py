@@ -15,15 +15,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tangents.errors import MixesSamples, NoDerivative, NonFinite, ParametersChanged, RandomOutputs
+from tangents.errors import LinearizationError, MixesSamples, NoDerivative, NonFinite, ParametersChanged, RandomOutputs
 from tangents.inputs import Batch, length, move, take, tensors
 from tangents.parameters import Choice, Columns, choose
+from tangents.precision import rounding
 from tangents.sharing import fingerprint, refuse_meta, share, tell_about_training_mode, unwrap
 
-Outputs = None | int | slice | Callable[[Any], Tensor]
+Outputs = None | int | slice | str | Callable[[Any], Tensor]
 
-# How far outputs may move for rounding alone, when a batch is cut in another way.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# Random state, the stance of torch.compile, the choice of attention kernels and the level of forward mode are each one
+# for the whole process: whoever changes them holds this until they are as before.
+PROCESS_STATE = threading.RLock()
 
 
 class Network:
@@ -43,21 +45,26 @@ class Network:
         own = dict(self.model.named_parameters())
         self.parameters: dict[str, nn.Parameter] = {name: own[name] for name in chosen}
         for name, parameter in own.items():  # a scripted module is copied with its own weights
-            parameter.requires_grad_(name in chosen) if parameter.is_floating_point() else None
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name in chosen)
         self.columns = Columns(tuple(chosen), tuple(p.shape for p in chosen.values()))
-        first = next(iter(self.parameters.values()))
-        self.device, self.dtype = first.device, first.dtype
+        self.device = next(iter(self.parameters.values())).device
         floating = {p.dtype for p in own.values() if p.is_floating_point()}
         self.dtype = functools.reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
         self.precision = max(floating, key=lambda dtype: torch.finfo(dtype).eps)  # of the roughest part
+        _refuse_several_devices(own)
+        if not (outputs is None or callable(outputs) or type(outputs) in (int, slice, str)):
+            raise TypeError(
+                "outputs= takes None, an index, a slice, the name of a field, or a function of what the network "
+                f"returns; not {type(outputs).__name__}"
+            )
         self._outputs = outputs
         self._overwrites = False  # its inputs
         self._state = fingerprint(original)
-        self._lock = threading.RLock()
 
     def exclusive(self) -> contextlib.AbstractContextManager[bool]:
         """No other thread runs the copy meanwhile."""
-        return self._lock
+        return PROCESS_STATE
 
     def check_unchanged(self) -> None:
         """Raise if the user's parameters are no longer those that were linearised."""
@@ -81,7 +88,7 @@ class Network:
         ``mode`` watches the operations; ``offset`` is the index of the batch's first input, for messages.
         """
         rows = length(batch)
-        with self._lock, _surroundings(self.device), mode or Watch():
+        with PROCESS_STATE, _surroundings(self.device), mode or Watch():
             batch = move(batch, self.device)
             args, kwargs = _arguments(tree_map(self._own, batch))
             try:
@@ -115,7 +122,10 @@ class Network:
     def _select(self, raw: Any, rows: int) -> Tensor:
         """What the network returned, as ``(n, o)`` with the asked-for outputs."""
         choice = self._outputs
-        result = choice(raw) if callable(choice) else _only_tensor(raw)
+        if isinstance(choice, str):
+            result = _field(raw, choice)
+        else:
+            result = choice(raw) if callable(choice) else _only_tensor(raw)
         if not isinstance(result, Tensor):
             raise TypeError(f"outputs= must return a tensor of shape (n, o), not {type(result).__name__}")
         if result.is_complex():
@@ -133,7 +143,7 @@ class Network:
                 "be the inputs'; return one row an input (outputs=lambda out: ... can rearrange them)"
             )
         result = result.reshape(rows, -1)
-        if isinstance(choice, int) and not isinstance(choice, bool):
+        if isinstance(choice, int):
             if not -result.shape[1] <= choice < result.shape[1]:
                 raise ValueError(f"outputs={choice}, but the network has {result.shape[1]} outputs an input")
             return result[:, choice].unsqueeze(1)
@@ -152,10 +162,13 @@ class Network:
         count = length(batch)
         probe = tree_map(_cloned, take(batch, slice(0, min(count, 3))))
         self._notice_overwriting(probe)
-        tolerance = TOLERANCE.get(self.precision, 1e-4)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        self._refuse_a_second_self(probe)
+        tolerance = rounding(self.precision) / 10
+        with torch.no_grad(), _random_state(self.device):
             together = self(probe)
-            torch.manual_seed(int(torch.randint(2**31, ()).item()))
+            torch.default_generator.manual_seed(torch.default_generator.initial_seed() + 1)
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[self.device.index or 0].manual_seed(1)
             again = self(probe)
         if not torch.allclose(together, again, rtol=tolerance, atol=tolerance * float(together.abs().max())):
             raise RandomOutputs(
@@ -174,6 +187,28 @@ class Network:
         ):
             raise MixesSamples(_MIXES)
         self._check_gradients_separate(probe)
+
+    def check_halves(self, batch: Batch) -> None:
+        """Raise if a batch's outputs are others when it is cut in two."""
+        half = length(batch) // 2
+        with torch.no_grad():
+            whole = self(batch)
+            parts = torch.cat([self(take(batch, slice(0, half))), self(take(batch, slice(half, None)))])
+        if not torch.allclose(whole, parts, rtol=rounding(self.precision), atol=float(whole.abs().max()) * 1e-3):
+            raise MixesSamples(_MIXES)
+
+    def _refuse_a_second_self(self, probe: Batch) -> None:
+        """A forward method replaced on the instance still runs the user's own network, not the copy."""
+        with torch.inference_mode(False), torch.enable_grad():
+            outputs = self(tree_map(_cloned, probe))
+        leaves = [node.variable for node in graph_nodes(outputs) if hasattr(node, "variable")]
+        own = list(self.model.parameters())
+        if any(a is b for a in leaves for b in self._original.parameters() if not any(b is c for c in own)):
+            raise LinearizationError(
+                "the network runs code that is bound to the original object (was model.forward, or a submodule's, "
+                "replaced on the instance, as by model.forward = torch.compile(model.forward)?): put the change in the "
+                "class, or compile the module itself with torch.compile(model)"
+            )
 
     def _notice_overwriting(self, probe: Batch) -> None:
         """A network that works in place on its inputs is run on copies of them from here on."""
@@ -242,11 +277,16 @@ class Watch(TorchFunctionMode):
         return torch.where(padding.unsqueeze(-1), constant, result)
 
 
+def _random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Random numbers drawn inside leave the CPU's and this device's state as they were."""
+    return torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else [])
+
+
 @contextlib.contextmanager
 def _surroundings(device: torch.device) -> Iterator[None]:
     """Leave the random state as it was, and run compiled parts eagerly, so that their operations can be seen."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []))
+        stack.enter_context(_random_state(device))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -277,7 +317,7 @@ def gradients(
 
 def random_cotangent(outputs: Tensor) -> Tensor:
     """Random numbers in the outputs' shape, the same each time, that leave the user's random state alone."""
-    u = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    u = torch.randn(outputs.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu", dtype=torch.float32)
     return u.to(outputs.device, outputs.dtype)
 
 
@@ -295,21 +335,27 @@ def refuse_non_finite_derivatives(network: "Network", batch: Batch, offset: int 
 
 def custom_functions(outputs: Tensor) -> list[str]:
     """The names of the network's own ``torch.autograd.Function``s, found in the graph of its outputs."""
-    names, seen, stack = set(), set(), [outputs.grad_fn]
+    python = [n for n in graph_nodes(outputs) if issubclass(type(n), torch.autograd.function.BackwardCFunction)]
+    return sorted({node.name().removesuffix("Backward") for node in python})
+
+
+def graph_nodes(outputs: Tensor) -> list[Any]:
+    """All nodes of the graph that made some outputs."""
+    seen: dict[Any, None] = {}
+    stack: list[Any] = [outputs.grad_fn]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if issubclass(type(node), torch.autograd.function.BackwardCFunction):
-            names.add(node.name().removesuffix("Backward"))
-        stack += [following for following, _ in node.next_functions]
-    return sorted(names)
+        if node is not None and node not in seen:
+            seen[node] = None
+            stack += [following for following, _ in node.next_functions]
+    return list(seen)
 
 
-def math_attention() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def math_attention() -> Iterator[None]:
     """Attention by plain operations: the fused kernels have neither forward mode nor second derivatives."""
-    return sdpa_kernel(SDPBackend.MATH)
+    with PROCESS_STATE, sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def _cloned(leaf: Any) -> Any:
@@ -320,6 +366,19 @@ def _arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, dict):
         return (), batch
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def _field(raw: Any, name: str) -> Any:
+    found = raw.get(name) if isinstance(raw, Mapping) else getattr(raw, name, None)
+    if found is None:
+        raise ValueError(f"outputs={name!r}: the network returns a {type(raw).__name__} without such a field")
+    return found
+
+
+def _refuse_several_devices(parameters: Mapping[str, Tensor]) -> None:
+    devices = {str(p.device) for p in parameters.values()}
+    if len(devices) > 1:
+        raise ValueError(f"the network's parameters lie on {', '.join(sorted(devices))}: put them on one device")
 
 
 def _only_tensor(raw: Any) -> Tensor:
@@ -357,7 +416,8 @@ def _is_transformed(tensor: Tensor) -> bool:
 
 
 def _explain_dtype(error: RuntimeError, batch: Batch, dtype: torch.dtype) -> None:
-    wrong = [x.dtype for x in tensors(batch) if x.dtype != dtype and x.dtype != torch.bool]
+    leaves = tensors(batch)
+    wrong = [x.dtype for x in leaves if x.dtype != dtype and (x.is_floating_point() or len(leaves) == 1)]
     if wrong and "type" in str(error):
         raise TypeError(
             f"the inputs are {wrong[0]} but the network is {dtype}: convert one of them, such as inputs.to({dtype}) or "

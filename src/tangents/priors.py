@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tangents.parameters import Columns
+from tangents.precision import wide
 
 # How one parameter is weighted: by a scale, entry by entry, or by a pair of matrices (B, A) that stand for kron(B, A)
 # on the flattened parameter of shape (len(B), len(A)).
@@ -101,6 +102,10 @@ class Kronecker(Prior):
                     f"the Kronecker prior of {name!r} (shape {tuple(shape)}) needs B of shape {(first, first)} and "
                     f"A of shape {(size // max(first, 1),) * 2}; got {tuple(B.shape)} and {tuple(A.shape)}"
                 )
+            for matrix in (B, A):
+                if not torch.allclose(matrix, matrix.T, rtol=1e-5, atol=1e-8 * float(matrix.abs().max())):
+                    raise ValueError(f"the Kronecker prior of {name!r} needs symmetric matrices")
+                _root(matrix)  # refuses what is not positive semi-definite
             result[name] = (B, A)
         return result
 
@@ -128,6 +133,7 @@ class BoundPrior:
     def __init__(self, columns: Columns, weights: dict[str, Weight]) -> None:
         self.columns, self.weights = columns, weights
         self._slices = columns.slices()
+        self._roots: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def apply(self, V: Tensor) -> Tensor:
         """``S V`` for V of shape ``(p, k)``."""
@@ -146,13 +152,15 @@ class BoundPrior:
         """A square root of the weight: what multiplies one row of J from the right, ``S = root root^T``."""
         weight = self.weights[name]
         if isinstance(weight, tuple):
-            return _root(weight[0].to(dtype)), _root(weight[1].to(dtype))
+            if (name, dtype) not in self._roots:
+                self._roots[name, dtype] = _root(weight[0].to(dtype)), _root(weight[1].to(dtype))
+            return self._roots[name, dtype]
         return weight.to(dtype).sqrt() if isinstance(weight, Tensor) else weight**0.5
 
 
 def _root(matrix: Tensor) -> Tensor:
     """A square root of a positive semi-definite matrix, in float64, singular ones included."""
-    values, vectors = torch.linalg.eigh(matrix.double())
+    values, vectors = torch.linalg.eigh(wide(matrix))
     if float(values[0]) < -1e-8 * max(float(values[-1].abs()), 1e-300):
         raise ValueError(
             f"a Kronecker prior's factor must be positive semi-definite; it has an eigenvalue {float(values[0]):.2e}"

@@ -4,6 +4,7 @@ import copy
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -33,7 +34,8 @@ def share(original: nn.Module, chosen: set[str]) -> nn.Module:
             if isinstance(value, Tensor) and not value.is_leaf:  # weights derived by hooks: torch refuses to copy them
                 memo[id(value)] = value.detach()
     try:
-        duplicate = copy.deepcopy(original, memo)
+        with torch.no_grad():  # scripted modules are copied by value: into leaves, then
+            duplicate = copy.deepcopy(original, memo)
     except Exception as error:
         raise TypeError(
             f"the network cannot be copied ({error}); linearize works on a copy that shares its weights: remove the "

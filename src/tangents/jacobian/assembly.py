@@ -144,7 +144,7 @@ def _merge(factors: list[Factor]) -> list[Factor]:
             merged[-1] = Rows(f.start, last.values + f.values)
         elif (
             isinstance(f, Outer) and isinstance(last, Outer) and f.span == last.span
-            and f.flipped == last.flipped and f.window is None and last.window is None
+            and (f.q, f.r, f.flipped) == (last.q, last.r, last.flipped) and f.window is None and last.window is None
         ):  # fmt: skip
             merged[-1] = Outer(f.start, torch.cat([last.a, f.a], 1), torch.cat([last.g, f.g], 2), flipped=f.flipped)
         else:

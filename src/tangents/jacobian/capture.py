@@ -74,7 +74,7 @@ class View:
     transposed: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Capture(TorchFunctionMode):
     """Collects the uses of a network's chosen parameters while it is active.
 

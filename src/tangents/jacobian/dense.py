@@ -30,5 +30,5 @@ class DenseBlock:
     def generic_rows(self) -> dict[str, Tensor]:
         return dict(zip(self.columns.names, self.matrix.split(list(self.columns.sizes), 1), strict=True))
 
-    def release(self) -> None:
+    def release(self, graph: bool = True) -> None:
         """Nothing is held that could be made again."""

@@ -22,9 +22,7 @@ from tangents.jacobian.implicit import Abilities, ImplicitBlock
 from tangents.jacobian.ownership import SHARED, Layout, owners
 from tangents.jacobian.uses import Use
 from tangents.network import Network, custom_functions, gradients, random_cotangent, refuse_non_finite_derivatives
-
-# How far factors may be from automatic differentiation, relative to the gradient: rounding, not a wrong factor.
-AGREEMENT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+from tangents.precision import cancellation, rounding, wide
 
 
 @dataclass
@@ -33,6 +31,7 @@ class Findings:
 
     generic: dict[str, str] = field(default_factory=dict)  # parameter -> why it goes the generic way
     layouts: dict[Any, list[Layout | None]] = field(default_factory=dict)
+    separate: set[Any] = field(default_factory=set)  # where rows of several inputs were found, and samples not to mix
     told: bool = False  # that some parameters have no influence
     spread: dict[Any, bool] = field(default_factory=dict)  # whether tables can be read for each input
     abilities: Abilities = field(default_factory=Abilities)
@@ -43,7 +42,8 @@ class FactoredBlock:
 
     def __init__(self, network: Network, batch: Batch, findings: Findings, offset: int = 0) -> None:
         self.n = length(batch)
-        self._network = network
+        self._network, self._batch = network, batch
+        self.factors: dict[str, list[Factor]] = {}
         keep_graph = requires_grad(batch)
         outputs, capture = _watch(network, batch, offset, keep_graph, findings)
         self.o = outputs.shape[1]
@@ -55,12 +55,12 @@ class FactoredBlock:
             findings.generic.update(dict.fromkeys(network.columns.names, reason))
             uses = []
         self._backward = Backward(outputs, uses, keep_graph)
-        self._build(
-            uses, findings, None if capture.routed else signature(batch), Truth(network, batch, outputs, findings)
-        )
-        del self._backward  # and with it the graph
+        truth = Truth(network, batch, outputs, findings, offset)
+        self._build(uses, findings, None if capture.routed else signature(batch), truth)
+        del self._backward, self._batch  # and with them the graph
         self.outputs = outputs if keep_graph else outputs.detach()
         names = [name for name in network.columns.names if name in findings.generic]
+        self.factors = {name: found for name, found in self.factors.items() if name not in names}
         self.generic = ImplicitBlock(network, batch, findings.abilities, self.o, names, offset) if names else None
 
     @property
@@ -93,9 +93,9 @@ class FactoredBlock:
     def generic_rows(self) -> dict[str, Tensor]:
         return self.generic.generic_rows() if self.generic else {}
 
-    def release(self) -> None:
+    def release(self, graph: bool = True) -> None:
         if self.generic:
-            self.generic.release()
+            self.generic.release(graph)
 
     def _generic_index(self, device: torch.device) -> Tensor:
         assert self.generic is not None
@@ -114,6 +114,9 @@ class FactoredBlock:
             if not truth.differing(self.factors):
                 return
         layouts, shared = self._layouts(uses)
+        if shared and place not in findings.separate:
+            self._network.check_halves(self._batch)  # a table, or samples that mix?
+            findings.separate.add(place)
         kept = [(u, layout) for u, layout in zip(uses, layouts, strict=True) if u.name not in shared]
         self.factors, self.captured_bytes = assemble(self._backward, [u for u, _ in kept], [x for _, x in kept])
         wrong = shared | {name: why for name, why in truth.differing(self.factors).items() if name not in shared}
@@ -154,11 +157,11 @@ class Truth:
             return
         found = gradients(outputs, [network.parameters[name] for name in self._names], self._u.squeeze(2))
         self._found = dict(zip(self._names, found, strict=True))
-        norms = [float(g.double().norm()) for g in found if g is not None]
+        norms = [float(wide(g).norm()) for g in found if g is not None]
         if not math.isfinite(sum(norms)):
             refuse_non_finite_derivatives(network, batch, offset)
         # A gradient that cancels (a weight before a norm that undoes its scale) is rounding beside the others.
-        self._noise = 100 * torch.finfo(network.precision).eps * math.hypot(*norms)
+        self._noise = cancellation(network.precision) * math.hypot(*norms)
         idle = [name for name, g in self._found.items() if g is None]
         if idle and not findings.told:
             findings.told = True
@@ -176,8 +179,8 @@ class Truth:
                 mine = _assembled(factors.get(name, []), self._network.parameters[name].numel(), self._u)
             exact = self._found[name]
             want = torch.zeros_like(mine) if exact is None else exact.reshape(-1, 1)
-            difference, norm = float((mine.double() - want.double()).norm()), float(want.double().norm())
-            if difference <= AGREEMENT.get(self._network.precision, 1e-3) * norm + self._noise:
+            difference, norm = float((wide(mine) - wide(want)).norm()), float(wide(want).norm())
+            if difference <= rounding(self._network.precision) * norm + self._noise:
                 continue
             if name in factors:
                 wrong[name] = (

@@ -24,7 +24,7 @@ def chunks(count: int, bytes_each: float, limit: int = WORKSPACE) -> Iterator[sl
     return (slice(i, min(i + step, count)) for i in range(0, count, step))
 
 
-@dataclass
+@dataclass(eq=False)
 class Factor:
     """The rows with respect to entries ``[start, start + size)`` of one parameter."""
 
@@ -76,7 +76,7 @@ class Factor:
         return V[self.start : self.start + self.size]
 
 
-@dataclass
+@dataclass(eq=False)
 class Rows(Factor):
     """The rows themselves ``(n, o, size)``, for small parameters."""
 
@@ -108,7 +108,7 @@ class Rows(Factor):
         return 2.0 * self.values.numel()
 
 
-@dataclass
+@dataclass(eq=False)
 class Outer(Factor):
     """``J[i, c] = sum_t g[i, c, t] a[i, t]^T``, an ``(r, q)`` matrix, for a weight used at positions t.
 
@@ -235,7 +235,7 @@ class Outer(Factor):
         return self
 
 
-@dataclass
+@dataclass(eq=False)
 class Lookup(Factor):
     """``J[i, c][index[i, t]] += g[i, c, t]``, for a table ``(entries, width)`` read at ``index``."""
 

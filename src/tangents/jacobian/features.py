@@ -1,5 +1,6 @@
 """A batch's rows of J as features: which factors belong to which part of a parameter, and their columns, dense."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -82,7 +83,8 @@ def single_outers(segment: Segment, blocks: Sequence[Features]) -> list[Outer] |
 
 
 def only_lookups(segment: Segment, blocks: Sequence[Features]) -> bool:
-    return all(isinstance(f, Lookup) for b in blocks for f in segment.of(b))
+    """Whether all factors read the same table, entry by entry."""
+    return all(isinstance(f, Lookup) and f.span == (segment.start, segment.stop) for b in blocks for f in segment.of(b))
 
 
 def rooted(f: Outer, rows: slice, dtype: torch.dtype, root: Weight) -> tuple[Tensor, Tensor, float]:
@@ -103,7 +105,7 @@ def column_chunks(
     if isinstance(prior.weights[segment.name], tuple):
         yield 0, size
         return
-    width = max((f.width for b in blocks for f in segment.of(b)), default=1)
+    width = min(math.lcm(*(f.width for b in blocks for f in segment.of(b))), size)
     units = -(-size // width)
     for part in chunks(units, bytes_each * width, ROW_CHUNK):
         yield part.start * width, min(part.stop * width, size)

@@ -16,6 +16,7 @@ from tangents.jacobian.features import (
     Features,
     Segment,
     column_chunks,
+    device_of,
     only_lookups,
     rooted,
     segments,
@@ -37,12 +38,13 @@ def add_gram(K: Tensor, left: Sequence[Features], right: Sequence[Features] | No
         weight = prior.weights[name]
         if name in done or (isinstance(weight, float) and weight == 0):
             continue
+        done.add(name)
         if name in generic:
             rows.add_columns(Segment(name, 0, sizes[name]))
             continue
         for segment in segments(both, name, uncut(name, prior)):
             if _by_positions(segment, left, right, prior):
-                done |= _add_by_positions(K, segment, left, right, prior)
+                done |= _add_by_positions(K, segment, left, right, prior, done)
             elif only_lookups(segment, both) and isinstance(weight, float):
                 rows.add_entries(segment, weight)
             else:
@@ -142,11 +144,16 @@ def positions_are_cheaper(f: Outer, T: int, n: int) -> bool:
 
 
 def _add_by_positions(
-    K: Tensor, segment: Segment, left: Sequence[Features], right: Sequence[Features] | None, prior: BoundPrior
+    K: Tensor,
+    segment: Segment,
+    left: Sequence[Features],
+    right: Sequence[Features] | None,
+    prior: BoundPrior,
+    done: set[str],
 ) -> set[str]:
     """Returns the biases whose share was added too: the rows of a bias are g itself where T = 1."""
     scalar = isinstance(prior.weights[segment.name], float)
-    bias = _companion(segment, [*left, *(right or [])], prior) if scalar else None
+    bias = _companion(segment, [*left, *(right or [])], prior, done) if scalar else None
     for rows, block_l, columns, block_r in _block_pairs(left, right):
         (x,), (y,) = single_outers(segment, [block_l]) or [], single_outers(segment, [block_r]) or []
         _add_pair(K[rows, columns], x, y, prior.root(segment.name, K.dtype), bias, x is y and right is None)
@@ -169,10 +176,16 @@ def _placed(blocks: Sequence[Features]) -> Iterator[tuple[slice, Features]]:
         start += block.n * block.o
 
 
-def _companion(segment: Segment, blocks: Sequence[Features], prior: BoundPrior) -> tuple[str, float] | None:
+def _companion(
+    segment: Segment, blocks: Sequence[Features], prior: BoundPrior, done: set[str]
+) -> tuple[str, float] | None:
     for name in prior.columns.names:
         weight = prior.weights[name]
-        if isinstance(weight, float) and all(_shares_rows(segment.of(b)[0], b.factors.get(name, [])) for b in blocks):
+        if (
+            name not in done
+            and isinstance(weight, float)
+            and all(_shares_rows(segment.of(b)[0], b.factors.get(name, [])) for b in blocks)
+        ):
             return name, weight
     return None
 
@@ -225,7 +238,7 @@ def _add_tile(
 
 def _entries(segment: Segment, blocks: Sequence[Features]) -> Tensor:
     found = [f.index.reshape(-1) for b in blocks for f in segment.of(b) if isinstance(f, Lookup)]
-    return torch.cat(found).unique() if found else torch.zeros(0, dtype=torch.long)
+    return torch.cat(found).unique() if found else torch.zeros(0, dtype=torch.long, device=device_of(blocks[0]))
 
 
 def _write_entries(segment: Segment, entries: Tensor, weight: float, block: Features, out: Tensor) -> None:

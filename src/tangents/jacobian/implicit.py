@@ -1,4 +1,4 @@
-"""The implicit way: products by automatic differentiation, for any network, in memory that does not grow with k.
+"""The implicit way: products by automatic differentiation, for any network, in the memory of one forward pass.
 
 - ``J^T u``: one backward pass (reverse mode)
 - ``J v``: forward mode; where an operation has none, two backward passes (``u -> J^T u`` is linear, and its own
@@ -7,7 +7,6 @@
 
 import contextlib
 import math
-import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,12 +29,7 @@ from tangents.network import (
     refuse_non_finite_derivatives,
 )
 from tangents.parameters import Columns
-
-# How far <u, J v> may be from <J^T u, v>, relative to the vectors' norms: rounding alone.
-AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-
-# torch keeps the level of forward mode in one place for all threads: two at once give wrong numbers.
-_FORWARD_MODE = threading.RLock()
+from tangents.precision import cancellation, rounding
 
 AutodiffError = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
@@ -97,9 +91,11 @@ class ImplicitBlock:
                 self._graph = self.network.outputs_with_graph(self.batch, offset=self.offset)
         return self._graph
 
-    def release(self) -> None:
-        """Forget the forward pass."""
-        self._graph = None
+    def release(self, graph: bool = True) -> None:
+        """Forget the rows, and the forward pass too unless products with this batch are to go on using it."""
+        self._rows = None
+        if graph:
+            self._graph = None
 
     # ------------------------------------------------------------------------------------------- J^T u
 
@@ -123,6 +119,8 @@ class ImplicitBlock:
         """Re-entrant checkpoints allow ``backward()`` alone; it fills the gradients of our own copy's parameters."""
         with self.network.exclusive():
             outputs = self.network.outputs_with_graph(self.batch, offset=self.offset)
+            for p in self.network.parameters.values():
+                p.grad = None
             try:
                 torch.autograd.backward(outputs, u)
                 return self._flat([p.grad for p in self.parameters])
@@ -148,7 +146,7 @@ class ImplicitBlock:
                 if method not in self.abilities.checked:
                     self._check(method)
                 return self._with(method, V)
-            except NonFinite:
+            except (NonFinite, torch.OutOfMemoryError):
                 raise
             except AutodiffError as error:
                 self.abilities.lose(method, error)
@@ -174,7 +172,7 @@ class ImplicitBlock:
     def _check(self, method: str) -> None:
         """Once a network: ``<u, J v> = <J^T u, v>``. Some operations lose a derivative without a word (functions that
         are differentiable once, in-place writes, hand-written forward modes)."""
-        v = torch.randn(self.columns.total, generator=torch.Generator().manual_seed(0))
+        v = torch.randn(self.columns.total, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         v = v.to(self.network.device, self.network.dtype)
         u = random_cotangent(self.graph())
         product = self._with(method, v.unsqueeze(1)).squeeze(2).to(u.dtype)
@@ -184,8 +182,8 @@ class ImplicitBlock:
             refuse_non_finite_derivatives(self.network, self.batch, self.offset)
         size = float(u.norm() * product.norm() + transposed.norm() * v.norm() / len(v) ** 0.5)
         # Derivatives that cancel (a weight before a norm that undoes its scale) are rounding: compare with all of J's.
-        noise = 100 * torch.finfo(self.network.precision).eps * self._gradient_norm(u) * float(v.norm())
-        if not difference <= AGREEMENT.get(self.network.precision, 1e-4) * size + noise:
+        noise = cancellation(self.network.precision) * self._gradient_norm(u) * float(v.norm()) / len(v) ** 0.5
+        if not difference <= 0.1 * rounding(self.network.precision) * size + noise:
             raise RuntimeError("it gives other products than reverse mode does")
         self.abilities.checked.add(method)
 
@@ -213,8 +211,7 @@ class ImplicitBlock:
 
         with torch.inference_mode(False), torch.enable_grad(), math_attention():
             tangents = {name: t.to(parameters[name].dtype) for name, t in tangents.items()}
-            with _FORWARD_MODE:
-                product: Tensor = torch.func.jvp(function, (parameters,), (tangents,))[1]
+            product: Tensor = torch.func.jvp(function, (parameters,), (tangents,))[1]
             return product.detach()
 
     def _double_backward(self, V: Tensor) -> Tensor:
@@ -261,6 +258,8 @@ class ImplicitBlock:
             with torch.inference_mode(False), math_attention(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch tells of operations that it batches slowly
                 result = rows(chosen, leaves)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # noqa: BLE001  # vmap fails in any way that the network's code can
             self.abilities.lose("vmap", error)
             return None

@@ -17,6 +17,7 @@ from tangents.jacobian.implicit import ImplicitBlock
 from tangents.jacobian.norms import squared_norms
 from tangents.jacobian.plan import Plan
 from tangents.network import Network
+from tangents.precision import accumulator, wide
 from tangents.priors import BoundPrior, as_prior
 
 
@@ -29,7 +30,7 @@ class Block(Features, Protocol):
     def nbytes(self) -> int: ...
     def jvp(self, V: Tensor) -> Tensor: ...
     def vjp(self, U: Tensor) -> Tensor: ...
-    def release(self) -> None: ...
+    def release(self, graph: bool = True) -> None: ...
 
 
 class Operator:
@@ -129,13 +130,17 @@ class Jacobian(Operator):
 
     # ------------------------------------------------------------------------------------------- blocks
 
+    def check_unchanged(self) -> None:
+        """Raise if the parameters or the inputs are no longer those that this operator was made from."""
+        self.network.check_unchanged()
+        self.inputs.check_unchanged()
+
     def blocks(self, keep: bool = True) -> Iterator[Block]:
         """J batch by batch: from memory where the plan keeps them, else worked out anew. ``keep=False`` for what is
         done once: nothing is kept that was not already, and where no way was asked for it is the factored one, which
         is what all ways but the implicit one are made from."""
-        self.network.check_unchanged()
-        self.inputs.check_unchanged()
-        if keep and self.plan.keep and self._kept is None:
+        self.check_unchanged()
+        if keep and self.plan.keep and self._kept is None and not self.inputs.requires_grad:
             with self._lock:
                 if self._kept is None:
                     self._kept = list(self._build(self.plan.way))
@@ -164,8 +169,15 @@ class Jacobian(Operator):
         try:
             return function(block)
         finally:
-            if not (self.plan.keep and self.plan.way == "implicit"):
-                block.release()
+            self.done(block)
+
+    def done(self, block: Block) -> None:
+        """What the block can work out again is forgotten, unless the plan has room for it."""
+        block.release(graph=not (self.plan.keep and self.plan.way == "implicit"))
+
+    def rows_of(self, batch: Batch, offset: int) -> Tensor:
+        """The rows of some inputs, ``(n * o, p)``, to sum over."""
+        return wide(self.rows(self._block(batch, offset, "factored"), self.dtype))
 
     def rows(self, block: Block, dtype: torch.dtype) -> Tensor:
         """One block's rows ``(n * o, p)``."""
@@ -210,12 +222,3 @@ class TransposedJacobian(Operator):
 
 def _vjp(U: Tensor, block: Block) -> Tensor:
     return block.vjp(U)
-
-
-def accumulator(device: torch.device) -> torch.dtype:
-    """float64, but on devices that have none."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def wide(tensor: Tensor) -> Tensor:
-    return tensor.to(accumulator(tensor.device))

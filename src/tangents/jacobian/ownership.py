@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BASE = 16  # digits 0 to 15: gradients scaled by up to 2^15 stay in range
+BASE = 16  # digits 0 to 15: gradients scaled by up to 2^15 stay in the range of float32 and bfloat16
 
 SKETCHED = 4  # numbers by which a row is recognised
 
@@ -57,7 +57,7 @@ def _sketch(gradient: Tensor) -> Tensor:
     matrix = matrix.float() if matrix.dtype in (torch.bfloat16, torch.float16) else matrix
     if matrix.shape[1] <= SKETCHED:
         return matrix
-    mix = torch.randn(matrix.shape[1], SKETCHED, generator=torch.Generator().manual_seed(0))
+    mix = torch.randn(matrix.shape[1], SKETCHED, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return matrix @ mix.to(matrix)
 
 

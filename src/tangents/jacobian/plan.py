@@ -16,12 +16,17 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tangents.inputs import Inputs, length
+from tangents.jacobian.assembly import OUTPUTS_TOGETHER
 from tangents.jacobian.factored import FactoredBlock, Findings, held_bytes
 from tangents.jacobian.factors import WORKSPACE, Factor, Lookup, Outer
 from tangents.jacobian.features import ROW_CHUNK
 from tangents.jacobian.gram import positions_are_cheaper
 from tangents.network import Network
 
+CGROUP = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 WAYS = ("factored", "implicit", "dense")
 PRODUCTS = 20  # products with K that a Jacobian is assumed to serve where no way is asked for
 PROBED = 4  # inputs that the counts are read off
@@ -143,6 +148,8 @@ class Plan:
 
     def _why(self, e: Estimate) -> str:
         if e.way == self.way:
+            if not e.fits:
+                return "chosen: nothing fits; worked out anew for each product"
             return "chosen: asked for" if self.asked != "auto" else "chosen: the fastest that fits"
         if not e.fits:
             return "does not fit the memory"
@@ -205,7 +212,7 @@ def make(
 ) -> Plan:
     """Choose a way, a batch size, and whether to keep what is built."""
     limit = int(memory_limit) if memory_limit is not None else int(0.6 * free_memory(network.device))
-    batch = batch_size if isinstance(batch_size, int) else _batch(counts, inputs.n, limit)
+    batch = batch_size if isinstance(batch_size, int) else _batch(counts, inputs.n, limit, way)
     estimates = {name: _estimate(name, counts, inputs.n, batch, limit, network) for name in WAYS}
     if way == "auto":
         fitting = [e for e in estimates.values() if e.fits] or [estimates["factored"], estimates["implicit"]]
@@ -225,10 +232,12 @@ def make(
     )
 
 
-def _batch(c: Counts, n: int, limit: int) -> int:
+def _batch(c: Counts, n: int, limit: int, way: str) -> int:
     """As many inputs as the working set holds: fewer passes, and products of a size that runs at full speed. All
     batches alike, so that what is found out about the first holds for the others."""
     each = c.activations + c.captured + 1
+    if way == "implicit":  # whose kernels are formed from one batch's rows at a time
+        each = max(each, float(c.outputs * c.parameters * c.item))
     most = int(max(1, min(n, LARGEST_BATCH, min(WORKING_SET, limit / 4) // each)))
     return -(-n // -(-n // most))
 
@@ -242,7 +251,8 @@ def _estimate(way: str, c: Counts, n: int, batch: int, limit: int, network: Netw
     vectors = c.parameters * c.item
     # The graph, all outputs' gradients and one more set of them, the largest layer's on the way, and two vectors of
     # parameters for the check.
-    building = batch * (c.activations + c.captured * (1 + 1 / c.outputs) + 2 * c.widest) + 2 * vectors
+    more = min(OUTPUTS_TOGETHER if network.device.type == "cuda" else 1, c.outputs) / c.outputs
+    building = batch * (c.activations + c.captured * (1 + more) + 2 * c.widest) + 2 * vectors
     rows = float(c.outputs * c.parameters * c.item)
     if way == "factored":
         held, working = n * c.factors, 3 * vectors + min(2 * WORKSPACE, 2 * batch * c.widest)
@@ -291,8 +301,8 @@ def free_memory(device: torch.device) -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-            free = min(free, _number_in(path, free))
+        for limit, used in CGROUP:
+            free = min(free, _number_in(limit, free) - _number_in(used, 0))
     except (OSError, StopIteration):
         pass
     return free

@@ -12,7 +12,7 @@ from tangents.jacobian.factors import Factor, Lookup, Outer, Rows
 from tangents.jacobian.patches import Window
 
 
-@dataclass
+@dataclass(eq=False)
 class Use:
     """One use of a part of a parameter: its operation's gradient edge and what is needed to turn the gradient there
     into the parameter's. The gradient is cut into rows; which input owns each is found out in `ownership.py`."""
@@ -36,7 +36,7 @@ class Use:
         raise NotImplementedError
 
 
-@dataclass
+@dataclass(eq=False)
 class MatrixUse(Use):
     """``y = a W^T``: rows are all leading positions. ``flipped``: the parameter is stored as ``W^T``; ``columns``:
     the product was ``W a``, so positions are the last dimension."""
@@ -54,7 +54,7 @@ class MatrixUse(Use):
         return Outer(self.start, gather(a.reshape(-1, a.shape[-1])), gradient, flipped=self.flipped)
 
 
-@dataclass
+@dataclass(eq=False)
 class ConvolutionUse(Use):
     """Convolution, or its transpose: rows are the entries of the operation's batch dimension."""
 
@@ -81,7 +81,7 @@ class ConvolutionUse(Use):
         return Rows(self.start, torch.cat(parts, -1))
 
 
-@dataclass
+@dataclass(eq=False)
 class SumUse(Use):
     """``y = x * w`` or ``y = x + w`` with ``w`` broadcast: rows are the dimensions along which it is broadcast."""
 
@@ -110,7 +110,7 @@ class SumUse(Use):
         return Rows(self.start, gradient)
 
 
-@dataclass
+@dataclass(eq=False)
 class LookupUse(Use):
     """``y = w[index]``: rows are the positions of the index."""
 
