@@ -45,11 +45,13 @@ format: .venv/.stamp-lint  ## let ruff put right what it can
 docs: .venv/.stamp-docs  ## the documentation, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: bench-venv  ## the benchmarks on the CPU, into docs/benchmarks/ (long)
+bench: bench-venv  ## the benchmarks on the CPU, into benchmarks/results/ and docs/benchmarks.md (long)
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --table
 
-bench-gpu: bench-venv  ## the benchmarks on a GPU (needs a CUDA build of torch)
+bench-gpu: bench-venv  ## the same on a GPU (needs a CUDA build of torch)
 	$(BIN)/python -m benchmarks --device cuda
+	$(BIN)/python -m benchmarks --table
 
 bench-venv: .venv/.stamp-bench  ## install what the benchmarks compare with, without running them
 

@@ -116,7 +116,7 @@ class Fisher(Operator):
         v = torch.randn(self.shape[0], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         v = v.to(self.device, network.dtype)
         block = self.jacobian._block(few, 0, self.jacobian.plan.way)
-        exact = block.vjp(self._weighted(block.outputs, block.jvp(v.unsqueeze(1)))).squeeze(1)
+        exact = block.vjp(self._weighted(block.outputs, block.jvp(v.unsqueeze(1)))).squeeze(1).detach()
         errors: dict[float, float] = {}
         for step in STEPS.get(network.dtype, STEPS[torch.float32]):
             try:

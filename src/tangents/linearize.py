@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tangents.checks import check_separates_samples
 from tangents.fisher import Fisher
 from tangents.inputs import Batch, Inputs, length, read_inputs, signature, tensors
 from tangents.jacobian import plan as planning
@@ -32,8 +33,8 @@ def linearize(
         model: any ``torch.nn.Module``; compiled and DistributedDataParallel ones are unwrapped.
         params: which parameters make the columns of J: None (all that require grad), glob pattern(s) on their names,
             ``tangents.last_layers(k)``, or a predicate ``(name, parameter) -> bool``.
-        outputs: which outputs make the rows: None (all; of a Hugging Face output its logits), an index, a slice, or a
-            function from what the network returns to a tensor ``(n, o)``.
+        outputs: which outputs make the rows: None (all; of a Hugging Face output its logits), an index, a slice, the
+            name of a field, or a function from what the network returns to a tensor ``(n, o)``.
         batch_size: inputs taken at a time, or "auto".
         way: "factored", "implicit", "dense", or "auto" for the cheapest (``jacobian(X).plan.explain()`` says why).
         memory_limit: bytes that may be used; by default 60% of what is free.
@@ -115,7 +116,7 @@ class Linearization:
             self._refuse_other_device(inputs.whole)
         enough = min(inputs.n, 3)
         if enough > self._separate:
-            self.network.check_separates_samples(inputs.first(enough))
+            check_separates_samples(self.network, inputs.first(enough))
             self._separate = enough
         return inputs
 

@@ -15,10 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tangents.errors import LinearizationError, MixesSamples, NoDerivative, NonFinite, ParametersChanged, RandomOutputs
-from tangents.inputs import Batch, length, move, take, tensors
+from tangents.errors import MixesSamples, NoDerivative, NonFinite, ParametersChanged
+from tangents.inputs import Batch, length, move, tensors
 from tangents.parameters import Choice, Columns, choose
-from tangents.precision import rounding
 from tangents.sharing import fingerprint, refuse_meta, share, tell_about_training_mode, unwrap
 
 Outputs = None | int | slice | str | Callable[[Any], Tensor]
@@ -37,7 +36,7 @@ class Network:
 
     def __init__(self, model: nn.Module, params: Choice = None, outputs: Outputs = None) -> None:
         original = unwrap(model)
-        self._original = original
+        self.original = original
         chosen = choose(original, params)
         refuse_meta(original)
         tell_about_training_mode(original)
@@ -59,7 +58,8 @@ class Network:
                 f"returns; not {type(outputs).__name__}"
             )
         self._outputs = outputs
-        self._overwrites = False  # its inputs
+        self._recurrent = any(isinstance(module, nn.RNNBase) for module in self.model.modules())
+        self.overwrites = False  # its inputs
         self._state = fingerprint(original)
 
     def exclusive(self) -> contextlib.AbstractContextManager[bool]:
@@ -68,7 +68,7 @@ class Network:
 
     def check_unchanged(self) -> None:
         """Raise if the user's parameters are no longer those that were linearised."""
-        now = fingerprint(self._original)
+        now = fingerprint(self.original)
         changed = [name for name, state in self._state.items() if now.get(name) != state]
         if changed or len(now) != len(self._state):
             raise ParametersChanged(
@@ -88,7 +88,7 @@ class Network:
         ``mode`` watches the operations; ``offset`` is the index of the batch's first input, for messages.
         """
         rows = length(batch)
-        with PROCESS_STATE, _surroundings(self.device), mode or Watch():
+        with PROCESS_STATE, _surroundings(self.device, self._recurrent), mode or Watch():
             batch = move(batch, self.device)
             args, kwargs = _arguments(tree_map(self._own, batch))
             try:
@@ -105,7 +105,7 @@ class Network:
 
     def _own(self, leaf: Any) -> Any:
         """An input, or a copy where it would be overwritten, or where autodiff cannot keep it."""
-        return _cloned(leaf) if isinstance(leaf, Tensor) and (self._overwrites or leaf.is_inference()) else leaf
+        return cloned(leaf) if isinstance(leaf, Tensor) and (self.overwrites or leaf.is_inference()) else leaf
 
     def outputs_with_graph(self, batch: Batch, mode: TorchFunctionMode | None = None, offset: int = 0) -> Tensor:
         """The outputs, recorded for differentiation with respect to the chosen parameters."""
@@ -153,94 +153,6 @@ class Network:
             raise ValueError("no outputs are left to linearise: check outputs=")
         return result
 
-    def check_separates_samples(self, batch: Batch) -> None:
-        """Raise unless each input's output is its own: fixed, and unmoved by the other inputs of its batch.
-
-        Values are compared, the first three inputs alone and together; then, for inputs that have a derivative,
-        exact zeros: no other input may have a gradient.
-        """
-        count = length(batch)
-        probe = tree_map(_cloned, take(batch, slice(0, min(count, 3))))
-        self._notice_overwriting(probe)
-        self._refuse_a_second_self(probe)
-        tolerance = rounding(self.precision) / 10
-        with torch.no_grad(), _random_state(self.device):
-            together = self(probe)
-            torch.default_generator.manual_seed(torch.default_generator.initial_seed() + 1)
-            if self.device.type == "cuda":
-                torch.cuda.default_generators[self.device.index or 0].manual_seed(1)
-            again = self(probe)
-        if not torch.allclose(together, again, rtol=tolerance, atol=tolerance * float(together.abs().max())):
-            raise RandomOutputs(
-                "the network gives other outputs when it is called again with the same inputs, in eval mode too: make "
-                "its random part (functional dropout with training=True, added noise) follow self.training"
-            )
-        if count == 1:
-            return
-        try:
-            with torch.no_grad():
-                alone = torch.cat([self(take(probe, slice(i, i + 1))) for i in range(together.shape[0])])
-        except (RuntimeError, ValueError, TypeError, AssertionError):
-            alone = together  # a network exported for one batch size; the gradients below still tell
-        if alone.shape != together.shape or not torch.allclose(
-            together, alone, rtol=10 * tolerance, atol=10 * tolerance * float(together.abs().max())
-        ):
-            raise MixesSamples(_MIXES)
-        self._check_gradients_separate(probe)
-
-    def check_halves(self, batch: Batch) -> None:
-        """Raise if a batch's outputs are others when it is cut in two."""
-        half = length(batch) // 2
-        with torch.no_grad():
-            whole = self(batch)
-            parts = torch.cat([self(take(batch, slice(0, half))), self(take(batch, slice(half, None)))])
-        if not torch.allclose(whole, parts, rtol=rounding(self.precision), atol=float(whole.abs().max()) * 1e-3):
-            raise MixesSamples(_MIXES)
-
-    def _refuse_a_second_self(self, probe: Batch) -> None:
-        """A forward method replaced on the instance still runs the user's own network, not the copy."""
-        with torch.inference_mode(False), torch.enable_grad():
-            outputs = self(tree_map(_cloned, probe))
-        leaves = [node.variable for node in graph_nodes(outputs) if hasattr(node, "variable")]
-        own = list(self.model.parameters())
-        if any(a is b for a in leaves for b in self._original.parameters() if not any(b is c for c in own)):
-            raise LinearizationError(
-                "the network runs code that is bound to the original object (was model.forward, or a submodule's, "
-                "replaced on the instance, as by model.forward = torch.compile(model.forward)?): put the change in the "
-                "class, or compile the module itself with torch.compile(model)"
-            )
-
-    def _notice_overwriting(self, probe: Batch) -> None:
-        """A network that works in place on its inputs is run on copies of them from here on."""
-        with torch.inference_mode(False), torch.no_grad():
-            scratch = tree_map(_cloned, probe)
-            before = [leaf._version for leaf in tensors(scratch)]
-            self(scratch)
-            self._overwrites = before != [leaf._version for leaf in tensors(scratch)]
-
-    def _check_gradients_separate(self, probe: Batch) -> None:
-        floating = [leaf for leaf in tensors(probe) if leaf.is_floating_point()]
-        if not floating:
-            return
-        with torch.inference_mode(False), torch.enable_grad():
-            copies = {id(leaf): leaf.detach().clone().requires_grad_() for leaf in floating}
-            result = self(tree_map(lambda leaf: copies.get(id(leaf), leaf), probe))
-            if not result.requires_grad:
-                return
-            try:
-                found = torch.autograd.grad(result[0].sum(), list(copies.values()), allow_unused=True)
-            except RuntimeError:
-                return  # some operation on the way to the inputs has no derivative; the values have been compared
-        if any(g is not None and bool(((g[1:] != 0) & ~g[1:].isnan()).any()) for g in found):
-            raise MixesSamples(_MIXES)
-
-
-_MIXES = (
-    "the network mixes samples: an input's output depends on the other inputs of its batch, so its Jacobian row is not "
-    "defined (batch statistics, as of a BatchNorm without running statistics, or a mean over the batch?): make the "
-    "network treat inputs one by one"
-)
-
 
 class Watch(TorchFunctionMode):
     """A mode that passes every operation on.
@@ -277,16 +189,18 @@ class Watch(TorchFunctionMode):
         return torch.where(padding.unsqueeze(-1), constant, result)
 
 
-def _random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Random numbers drawn inside leave the CPU's and this device's state as they were."""
     return torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else [])
 
 
 @contextlib.contextmanager
-def _surroundings(device: torch.device) -> Iterator[None]:
+def _surroundings(device: torch.device, recurrent: bool) -> Iterator[None]:
     """Leave the random state as it was, and run compiled parts eagerly, so that their operations can be seen."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_random_state(device))
+        stack.enter_context(random_state(device))
+        if recurrent and device.type == "cuda":  # cuDNN's recurrent networks have no derivatives in eval mode
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -321,18 +235,6 @@ def random_cotangent(outputs: Tensor) -> Tensor:
     return u.to(outputs.device, outputs.dtype)
 
 
-def refuse_non_finite_derivatives(network: "Network", batch: Batch, offset: int = 0) -> None:
-    """Name the first input whose own derivatives are not finite."""
-    for i in range(length(batch)):
-        outputs = network.outputs_with_graph(take(batch, slice(i, i + 1)), offset=offset + i)
-        found = gradients(outputs, list(network.parameters.values()), torch.ones_like(outputs))
-        if not all(g is None or bool(torch.isfinite(g).all()) for g in found):
-            raise NonFinite(
-                f"the derivatives at input {offset + i} are not finite though its outputs are: check that input "
-                "(infinity, a square root of zero?) and the weights"
-            )
-
-
 def custom_functions(outputs: Tensor) -> list[str]:
     """The names of the network's own ``torch.autograd.Function``s, found in the graph of its outputs."""
     python = [n for n in graph_nodes(outputs) if issubclass(type(n), torch.autograd.function.BackwardCFunction)]
@@ -358,7 +260,7 @@ def math_attention() -> Iterator[None]:
         yield
 
 
-def _cloned(leaf: Any) -> Any:
+def cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 

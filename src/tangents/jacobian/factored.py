@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tangents.checks import check_halves, refuse_non_finite_derivatives
 from tangents.inputs import Batch, length, requires_grad, signature
 from tangents.jacobian.assembly import Backward, assemble
 from tangents.jacobian.capture import Capture, watch
@@ -21,7 +22,7 @@ from tangents.jacobian.factors import Factor
 from tangents.jacobian.implicit import Abilities, ImplicitBlock
 from tangents.jacobian.ownership import SHARED, Layout, owners
 from tangents.jacobian.uses import Use
-from tangents.network import Network, custom_functions, gradients, random_cotangent, refuse_non_finite_derivatives
+from tangents.network import Network, custom_functions, gradients, random_cotangent
 from tangents.precision import cancellation, rounding, wide
 
 
@@ -115,7 +116,7 @@ class FactoredBlock:
                 return
         layouts, shared = self._layouts(uses)
         if shared and place not in findings.separate:
-            self._network.check_halves(self._batch)  # a table, or samples that mix?
+            check_halves(self._network, self._batch)  # a table, or samples that mix?
             findings.separate.add(place)
         kept = [(u, layout) for u, layout in zip(uses, layouts, strict=True) if u.name not in shared]
         self.factors, self.captured_bytes = assemble(self._backward, [u for u, _ in kept], [x for _, x in kept])

@@ -208,7 +208,8 @@ def _add_pair(K: Tensor, x: Outer, y: Outer, root: Weight, bias: tuple[str, floa
     item, most = K.element_size(), max(x.n, y.n)
     per_pair = item * x.T * y.T * (1 + 2 * x.o * y.o)
     side = max(1, int((4 * WORKSPACE / per_pair) ** 0.5))
-    side = min(side, max(128, -(-most // 8))) if symmetric else side  # what lies above the diagonal is for nothing
+    if symmetric:  # what a tile has above the diagonal is for nothing; but small tiles leave a GPU idle
+        side = min(side, max(2048 if K.device.type == "cuda" else 128, -(-most // 8)))
     for i in range(0, x.n, side):
         rows = slice(i, min(i + side, x.n))
         a, g, weight = rooted(x, rows, K.dtype, root)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tangents.checks import refuse_non_finite_derivatives
 from tangents.errors import NonFinite
 from tangents.inputs import Batch, length, requires_grad, take
 from tangents.jacobian.factors import Factor
@@ -26,7 +27,6 @@ from tangents.network import (
     gradients,
     math_attention,
     random_cotangent,
-    refuse_non_finite_derivatives,
 )
 from tangents.parameters import Columns
 from tangents.precision import cancellation, rounding

@@ -1,19 +1,13 @@
 """The cost model: which way to hold a Jacobian, from counted operations, bytes and the memory that is free."""
 
-import functools
 import io
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import flop_registry
 
 from tangents.inputs import Inputs, length
 from tangents.jacobian.assembly import OUTPUTS_TOGETHER
@@ -21,17 +15,15 @@ from tangents.jacobian.factored import FactoredBlock, Findings, held_bytes
 from tangents.jacobian.factors import WORKSPACE, Factor, Lookup, Outer
 from tangents.jacobian.features import ROW_CHUNK
 from tangents.jacobian.gram import positions_are_cheaper
+from tangents.jacobian.machine import CALL, Operations, SavedBytes, free_memory, machine_speed
 from tangents.network import Network
 
-CGROUP = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 WAYS = ("factored", "implicit", "dense")
 PRODUCTS = 20  # products with K that a Jacobian is assumed to serve where no way is asked for
 PROBED = 4  # inputs that the counts are read off
-WORKING_SET = 2**30  # bytes of activations and gradients held while one batch is captured
-LARGEST_BATCH = 2048
+# Bytes of activations and gradients held while one batch is captured, and the most inputs in it: a GPU wants more.
+WORKING_SET = {"cpu": 2**30, "cuda": 2**33}
+LARGEST_BATCH = {"cpu": 2048, "cuda": 2**16}
 
 
 @dataclass(frozen=True)
@@ -49,6 +41,7 @@ class Counts:
     pairs: float  # operations of one pair of inputs in K
     generic: int  # parameters that go the generic way
     whole: float  # operations of forming all rows from the factors
+    uses: int  # factors
     by_rows: int  # columns that K is formed from by rows, the others going by positions
     tile: float  # bytes of scratch for one pair of inputs, by positions
     widest: float  # bytes of the largest layer's inputs and outputs
@@ -160,7 +153,7 @@ def count(network: Network, inputs: Inputs, findings: Findings) -> Counts:
     """Capture a few inputs and count what one costs."""
     batch = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, inputs.first(PROBED))
     probed = length(batch)
-    saved = _SavedBytes({p.untyped_storage().data_ptr() for p in network.parameters.values()})
+    saved = SavedBytes({p.untyped_storage().data_ptr() for p in network.parameters.values()})
     with Operations() as counter, torch.no_grad():
         network(batch)
     with saved:
@@ -187,6 +180,7 @@ def count(network: Network, inputs: Inputs, findings: Findings) -> Counts:
         pairs=sum(_pair_operations(f) for f in factors) + 2.0 * block.o**2 * generic,
         generic=generic,
         whole=sum(f.row_operations() for f in factors) / probed + (2 * forward * block.o if generic else 0),
+        uses=len(factors) + len(findings.generic),
         by_rows=by_rows,
         tile=item * max((f.T * f.T * (1 + 2 * f.o * f.o) for f in pairwise), default=0.0),
         widest=item * max((f.T * (f.q + f.r) for f in outers), default=0.0),
@@ -212,7 +206,7 @@ def make(
 ) -> Plan:
     """Choose a way, a batch size, and whether to keep what is built."""
     limit = int(memory_limit) if memory_limit is not None else int(0.6 * free_memory(network.device))
-    batch = batch_size if isinstance(batch_size, int) else _batch(counts, inputs.n, limit, way)
+    batch = batch_size if isinstance(batch_size, int) else _batch(counts, inputs.n, limit, way, network.device)
     estimates = {name: _estimate(name, counts, inputs.n, batch, limit, network) for name in WAYS}
     if way == "auto":
         fitting = [e for e in estimates.values() if e.fits] or [estimates["factored"], estimates["implicit"]]
@@ -232,13 +226,14 @@ def make(
     )
 
 
-def _batch(c: Counts, n: int, limit: int, way: str) -> int:
+def _batch(c: Counts, n: int, limit: int, way: str, device: torch.device) -> int:
     """As many inputs as the working set holds: fewer passes, and products of a size that runs at full speed. All
     batches alike, so that what is found out about the first holds for the others."""
     each = c.activations + c.captured + 1
     if way == "implicit":  # whose kernels are formed from one batch's rows at a time
         each = max(each, float(c.outputs * c.parameters * c.item))
-    most = int(max(1, min(n, LARGEST_BATCH, min(WORKING_SET, limit / 4) // each)))
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    most = int(max(1, min(n, LARGEST_BATCH[kind], min(WORKING_SET[kind], limit / 4) // each)))
     return -(-n // -(-n // most))
 
 
@@ -267,82 +262,10 @@ def _estimate(way: str, c: Counts, n: int, batch: int, limit: int, network: Netw
     speed, bandwidth = machine_speed(network.device, network.dtype)
     fits = max(held * (1 - batch / n) + building, held + working) <= limit
     total = build + PRODUCTS * product if fits else PRODUCTS * (build + product)
-    seconds = total / speed + PRODUCTS * moved / bandwidth
+    blocks = -(-n // batch)
+    calls = blocks * {"factored": 16 * c.uses, "implicit": 40 * c.uses, "dense": 8}[way]
+    seconds = total / speed + PRODUCTS * (moved / bandwidth + calls * CALL)
     return Estimate(way, held, building, working, build, product, seconds, fits)
-
-
-@functools.cache
-def machine_speed(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Operations and bytes a second, from a small matrix product and a copy: enough to compare ways."""
-    a = torch.ones(512, 512, device=device, dtype=dtype)
-    product = _best_seconds(lambda: a @ a, device)
-    copied = torch.ones(2**22, device=device)
-    copy = _best_seconds(copied.clone, device)
-    return 2 * 512**3 / product, 2 * 4 * 2**22 / copy
-
-
-def _best_seconds(function: Callable[[], object], device: torch.device) -> float:
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return max(best, 1e-7)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that may still be taken on a device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    free = 4 * 2**30
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        for limit, used in CGROUP:
-            free = min(free, _number_in(limit, free) - _number_in(used, 0))
-    except (OSError, StopIteration):
-        pass
-    return free
-
-
-def _number_in(path: str, otherwise: int) -> int:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):
-        return otherwise
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations of matrix products, convolutions and attention, by torch's own formulas."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
-            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
-        return result
-
-
-class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that a forward pass keeps, parameters apart."""
-
-    def __init__(self, known: set[int]) -> None:
-        self.total = 0
-        self._known = known
-        super().__init__(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in self._known:
-            self._known.add(place)
-            self.total += tensor.untyped_storage().nbytes()
-        return tensor
 
 
 def _render(table: Table) -> str:
