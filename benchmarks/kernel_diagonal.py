@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from benchmarks import networks, ours, peers
@@ -24,10 +25,11 @@ def resnet20(settings: Settings) -> Case:
         contestants=[
             Contestant(
                 "tangents",
-                partial(ours.kernel_diagonal, model, X),
+                partial(ours.kernel_diagonal, model, X, torch.float32),
                 role="ours",
                 planned=partial(ours.stated_peak, model, X, "diagonal"),
             ),
+            Contestant("tangents, in float64", partial(ours.kernel_diagonal, model, X, torch.float64), role="ours"),
             Contestant(loop, lambda: partial(peers.loop_diagonal, model, X)),
             Contestant(rows, lambda: partial(peers.rows_diagonal, model, X, chunk)),
         ],
@@ -49,7 +51,7 @@ JOBS = [
         resnet20,
         files=(networks.RESNET20, *networks.CIFAR10_TEST),
         packages=("safetensors", "PIL"),
-        rounds=5,
+        rounds=3,
         budget_s=300,
     )
 ]

@@ -23,12 +23,12 @@ def dense_kernel(model: nn.Module, X: Any, dtype: torch.dtype) -> Callable[[], T
     return lambda: lin.kernel(X).to_dense(dtype=dtype)
 
 
-def kernel_diagonal(model: nn.Module, X: Any) -> Callable[[], Tensor]:
+def kernel_diagonal(model: nn.Module, X: Any, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Only linearising is done once: every call captures anew."""
     import tangents
 
     lin = tangents.linearize(model)
-    return lambda: lin.kernel(X).diagonal()
+    return lambda: lin.kernel(X).diagonal(dtype)
 
 
 def fisher_product(model: nn.Module, X: Any, v: Tensor, **how: Any) -> Callable[[], Tensor]:

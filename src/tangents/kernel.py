@@ -107,10 +107,10 @@ class Kernel(Operator):
             self._explain_non_finite()
         return mirror(K) if self.symmetric else K
 
-    def diagonal(self) -> Tensor:
-        """``diag(K)``, ``(n * o,)``, without K."""
+    def diagonal(self, dtype: torch.dtype | None = None) -> Tensor:
+        """``diag(K)``, ``(n * o,)``, without K; in float64 unless asked otherwise."""
         if self.right is None:
-            return self.left.row_norms_squared(self.prior)
+            return self.left.row_norms_squared(self.prior, dtype)
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"a kernel of shape {self.shape} has no diagonal: use lin.kernel(X).diagonal()")
         size = max(1, int(ROW_CHUNK // (16 * self.left.o * self.left.shape[1])))
@@ -119,7 +119,7 @@ class Kernel(Operator):
             rows, others = (J.rows_of(b, start) for J, b in ((self.left, batch), (self.right, other)))
             parts.append(torch.linalg.vecdot(self.prior.apply(rows.T).T, others))
             start += length(batch)
-        return torch.cat(parts)
+        return torch.cat(parts).to(dtype or accumulator(self.device))
 
     def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
         """The k largest eigenvalues, descending, and their eigenvectors ``(n * o, k)``; all without ``k``.

@@ -174,7 +174,7 @@ class Outer(Factor):
             return out
         W = self._matrices(V).reshape(self.q, self.r * k)
         item = V.element_size()
-        for rows in chunks(self.n, item * self.T * (self.r * k + self.q)):
+        for rows in chunks(self.n, item * self.T * (self.r * (k + self.o) + self.q)):
             y = (self.left(rows, V.dtype).reshape(-1, self.q) @ W).reshape(-1, self.T, self.r, k)
             g = self.right(rows, V.dtype)
             if k == 1:
@@ -192,7 +192,7 @@ class Outer(Factor):
             return total
         total = U.new_zeros(self.r * k, self.q)
         item = U.element_size()
-        for rows in chunks(self.n, item * self.T * (self.r * k + self.q)):
+        for rows in chunks(self.n, item * self.T * (self.r * (k + self.o) + self.q)):
             m = torch.einsum("bctr,bck->btrk", self.right(rows, U.dtype), U[rows])
             total += m.reshape(-1, self.r * k).T @ self.left(rows, U.dtype).reshape(-1, self.q)
         shaped = total.reshape(self.r, k, self.q)
@@ -218,8 +218,14 @@ class Outer(Factor):
         return out
 
     def write_columns(self, lo: int, hi: int, out: Tensor) -> None:
+        direct = not self.flipped and hi - lo == self.size and out.is_contiguous()
         for rows in chunks(self.n, out.element_size() * self.T * (self.q + self.o * self.r)):
-            out[rows] = self._columns(rows, lo, hi, out.dtype)
+            if direct and not (self.a.requires_grad or self.g.requires_grad):
+                a, g = self.left(rows, out.dtype), self.right(rows, out.dtype).transpose(2, 3)
+                b = a.shape[0]
+                torch.bmm(g.reshape(b, self.o * self.r, self.T), a, out=out[rows].view(b, self.o * self.r, self.q))
+            else:
+                out[rows] = self._columns(rows, lo, hi, out.dtype)
 
     def row_operations(self) -> float:
         return 2.0 * self.n * self.o * self.T * self.size

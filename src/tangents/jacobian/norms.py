@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tangents.jacobian.factors import Lookup, Outer, chunks
+from tangents.jacobian.factors import Lookup, Outer, Rows, chunks
 from tangents.jacobian.features import (
     Features,
     Segment,
@@ -44,8 +44,11 @@ def _segment_norms(segment: Segment, block: Features, prior: BoundPrior, dtype: 
         if separable and (f.T == 1 or f.T * (f.q + f.o * f.r) < f.o * f.size):
             return _norms_by_positions(f, prior.root(segment.name, dtype), dtype)
     if only_lookups(segment, [block]) and isinstance(weight, float):
-        norms = _lookup_norms([f for f in segment.of(block) if isinstance(f, Lookup)], dtype)
-        return norms * weight
+        return _lookup_norms([f for f in segment.of(block) if isinstance(f, Lookup)], dtype) * weight
+    found = segment.of(block)
+    if len(found) == 1 and isinstance(found[0], Rows) and isinstance(weight, float):
+        norms: Tensor = torch.linalg.vector_norm(found[0].values, dim=2, dtype=dtype)
+        return norms.square() * weight
     total = torch.zeros(block.n, block.o, dtype=dtype, device=device_of(block))
     for lo, hi in column_chunks(segment, [block], total.numel() * total.element_size(), prior):
         R = columns_of(segment, block, lo, hi, prior, dtype)

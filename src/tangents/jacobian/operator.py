@@ -117,10 +117,10 @@ class Jacobian(Operator):
         """J itself, ``(n * o, p)``."""
         return torch.cat([self.use(block, lambda b: self.rows(b, dtype or self.dtype)) for block in self.blocks(False)])
 
-    def row_norms_squared(self, prior: Any = None) -> Tensor:
-        """``diag(J S J^T)``, ``(n * o,)``, in float64, without a loop over inputs and without J."""
+    def row_norms_squared(self, prior: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        """``diag(J S J^T)``, ``(n * o,)``, without J or a loop over inputs; in float64 unless asked otherwise."""
         bound = prior if isinstance(prior, BoundPrior) else as_prior(prior).bind(self.network.columns)
-        dtype = accumulator(self.device)
+        dtype = dtype or accumulator(self.device)
         norms = [self.use(block, lambda b: squared_norms(b, bound, dtype)) for block in self.blocks(False)]
         return torch.cat([x.reshape(-1) for x in norms])
 
