@@ -86,8 +86,7 @@ class Jacobian(Operator):
     # ------------------------------------------------------------------------------------------- products
 
     def _product(self, V: Tensor) -> Tensor:
-        parts = [self.use(block, lambda b: b.jvp(V).reshape(-1, V.shape[1])) for block in self.blocks()]
-        return torch.cat(parts)
+        return torch.cat(list(self.each(lambda b: b.jvp(V).reshape(-1, V.shape[1]))))
 
     @property
     def T(self) -> "TransposedJacobian":
@@ -115,18 +114,17 @@ class Jacobian(Operator):
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """J itself, ``(n * o, p)``."""
-        return torch.cat([self.use(block, lambda b: self.rows(b, dtype or self.dtype)) for block in self.blocks(False)])
+        return torch.cat(list(self.each(lambda b: self.rows(b, dtype or self.dtype), keep=False)))
 
     def row_norms_squared(self, prior: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """``diag(J S J^T)``, ``(n * o,)``, without J or a loop over inputs; in float64 unless asked otherwise."""
         bound = prior if isinstance(prior, BoundPrior) else as_prior(prior).bind(self.network.columns)
         dtype = dtype or accumulator(self.device)
-        norms = [self.use(block, lambda b: squared_norms(b, bound, dtype)) for block in self.blocks(False)]
-        return torch.cat([x.reshape(-1) for x in norms])
+        return torch.cat(list(self.each(lambda b: squared_norms(b, bound, dtype).reshape(-1), keep=False)))
 
     def outputs(self) -> Tensor:
         """The network's outputs ``(n, o)`` at these inputs."""
-        return torch.cat([self.use(block, lambda b: b.outputs) for block in self.blocks(False)])
+        return torch.cat(list(self.each(lambda b: b.outputs, keep=False)))
 
     # ------------------------------------------------------------------------------------------- blocks
 
@@ -163,6 +161,13 @@ class Jacobian(Operator):
         if way == "factored":
             return factored
         return DenseBlock(self.rows(factored, self.dtype), factored.outputs, self.network.columns)
+
+    def each(self, function: Callable[[Block], Tensor], keep: bool = True) -> Iterator[Tensor]:
+        """A function of every block, none of which outlives its turn unless it is kept."""
+        blocks = self.blocks(keep)
+        while (block := next(blocks, None)) is not None:
+            yield self.use(block, function)
+            del block
 
     def use(self, block: Block, function: Callable[[Block], Tensor]) -> Tensor:
         """Work with a block, then let it forget what can be worked out again and is not planned for."""
